@@ -1,0 +1,1 @@
+"""Not stable yet. Nothing outside this package imports it statically."""

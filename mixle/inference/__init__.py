@@ -1,0 +1,1 @@
+"""Loops over the dispatch: optimize, best_of."""

@@ -1,0 +1,1 @@
+"""Distributions, estimators and combinators; numpy and scipy only."""

@@ -1,0 +1,377 @@
+"""Finite mixtures, fitted by EM.
+
+The E-step runs over blocks of rows small enough for the cache: each block's component log-densities form a ``(k, n)``
+array, become responsibilities in place, and go straight into the components' statistics. Nothing of size ``n * k`` is
+ever held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from mixle.stats.contract import (
+    AccumulatorFactory,
+    DataEncoder,
+    ParameterEstimator,
+    ProbabilityDistribution,
+    Sampler,
+    StatisticAccumulator,
+    m_step,
+)
+from mixle.stats.encoding import Encoding, LeafEncoding, row_count, take_rows
+from mixle.stats.leaf import resolve_prior
+from mixle.stats.policy import Repair, within
+from mixle.stats.row_draws import RowDraws
+from mixle.stats.simplex import require_probabilities, weights_from_counts
+
+__all__ = [
+    "MixtureAccumulator",
+    "MixtureAccumulatorFactory",
+    "MixtureDataEncoder",
+    "MixtureDistribution",
+    "MixtureEstimator",
+    "MixtureSampler",
+]
+
+# Half of a common L2 cache: the block's columns, its log-densities and one component's temporaries.
+_BLOCK_BYTES = 1 << 19
+
+# At initialization every component sees a little of every row, so that none starts without observations.
+_SHARED_SHARE = 1e-3
+
+
+class MixtureEncoding(Encoding):
+    """The rows once per distinct component encoder; components that encode alike share one."""
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return row_count(self.parts[0])
+
+    def rows(self, start: int, stop: int) -> MixtureEncoding:
+        return MixtureEncoding(tuple(take_rows(p, start, stop) for p in self.parts))
+
+    def map_leaves(self, change: Callable[[LeafEncoding], LeafEncoding]) -> MixtureEncoding:
+        return MixtureEncoding(tuple(p.map_leaves(change) if isinstance(p, Encoding) else p for p in self.parts))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.nbytes for p in self.parts)
+
+
+class MixtureDataEncoder(DataEncoder):
+    """Encodes observations once for every distinct component encoder."""
+
+    def __init__(self, encoders: Sequence[DataEncoder]) -> None:
+        self.encoders: list[DataEncoder] = []
+        #: for each component, which part of the encoding it reads
+        self.part_of: list[int] = []
+        for encoder in encoders:
+            if encoder not in self.encoders:
+                self.encoders.append(encoder)
+            self.part_of.append(self.encoders.index(encoder))
+
+    def seq_encode(self, xs: Sequence[Any]) -> MixtureEncoding:
+        return MixtureEncoding(tuple(e.seq_encode(xs) for e in self.encoders))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, MixtureDataEncoder)
+            and self.encoders == other.encoders
+            and self.part_of == other.part_of
+        )
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.encoders), tuple(self.part_of)))
+
+
+class MixtureStatistic(NamedTuple):
+    """The statistic of a mixture.
+
+    Attributes:
+        counts: ``(k,)`` total responsibility of each component.
+        components: the components' own statistics.
+        impossible: the weight of the rows that no component can produce; they are in no other statistic.
+    """
+
+    counts: np.ndarray
+    components: tuple[Any, ...]
+    impossible: float
+
+
+class MixtureDistribution(ProbabilityDistribution):
+    """The mixture of ``components`` with weights ``w``.
+
+    Raises:
+        ValueError: ``w`` is not a probability vector with one entry per component.
+    """
+
+    def __init__(
+        self, components: Sequence[ProbabilityDistribution], w: Sequence[float] | np.ndarray, *, name: str | None = None
+    ) -> None:
+        self.components = tuple(components)
+        if not self.components:
+            raise ValueError("components=() must hold at least one distribution")
+        self.w = require_probabilities(w, "w", len(self.components))
+        self.name = name
+        with np.errstate(divide="ignore"):
+            self.log_w = np.log(self.w)
+        self._encoder = MixtureDataEncoder([c.dist_to_encoder() for c in self.components])
+        self._own_repairs: tuple[Repair, ...] = ()
+
+    @property
+    def repairs(self) -> tuple[Repair, ...]:
+        children = (r for j, c in enumerate(self.components) for r in within(f"components[{j}]", c.repairs))
+        return (*self._own_repairs, *children)
+
+    def seq_component_log_density(self, enc: MixtureEncoding) -> np.ndarray:
+        """Return ``log w_j + log p_j(x_i)``, shape ``(k, n)``."""
+        joint = np.empty((len(self.components), len(enc)))
+        for j, (component, part) in enumerate(zip(self.components, self._encoder.part_of, strict=True)):
+            np.add(component.seq_log_density(enc.parts[part]), self.log_w[j], out=joint[j])
+        return joint
+
+    def seq_log_density(self, enc: MixtureEncoding) -> np.ndarray:
+        out = np.empty(len(enc))
+        for start, stop in row_blocks(enc, len(self.components)):
+            out[start:stop] = _responsibilities(self.seq_component_log_density(enc.rows(start, stop)))
+        return out
+
+    def seq_posterior(self, enc: MixtureEncoding) -> np.ndarray:
+        """Return the probability of each component given each observation, shape ``(k, n)``; NaN for impossible rows."""
+        joint = self.seq_component_log_density(enc)
+        evidence = _responsibilities(joint)
+        joint[:, np.isneginf(evidence)] = np.nan
+        return joint
+
+    def sampler(self, seed: int | np.random.Generator | None = None) -> MixtureSampler:
+        return MixtureSampler(self, seed)
+
+    def estimator(self, pseudo_count: float | None = None) -> MixtureEstimator:
+        prior = None if pseudo_count is None else self.w
+        components = [c.estimator(pseudo_count) for c in self.components]
+        return MixtureEstimator(components, pseudo_count=pseudo_count, suff_stat=prior, name=self.name)
+
+    def dist_to_encoder(self) -> MixtureDataEncoder:
+        return self._encoder
+
+    def parameters_to_dict(self) -> dict[str, Any]:
+        own = [[r.parameter, r.reason, r.where] for r in self._own_repairs]
+        components = [c.to_dict() for c in self.components]
+        return {"components": components, "w": self.w.tolist(), "name": self.name, "repairs": own}
+
+    @classmethod
+    def parameters_from_dict(cls, payload: dict[str, Any]) -> Self:
+        components = [ProbabilityDistribution.from_dict(c) for c in payload["components"]]
+        mixture = cls(components, payload["w"], name=payload.get("name"))
+        mixture._own_repairs = tuple(Repair(*map(str, r)) for r in payload.get("repairs", ()))
+        return mixture
+
+    def __repr__(self) -> str:
+        return f"MixtureDistribution({list(self.components)!r}, w={self.w.tolist()!r})"
+
+
+def row_blocks(enc: Any, k: int) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of row blocks whose working set fits the cache."""
+    n = len(enc)
+    per_row = enc.nbytes / max(n, 1) * 3 + 24 * k
+    size = max(64, int(_BLOCK_BYTES / per_row))
+    for start in range(0, n, size):
+        yield start, min(start + size, n)
+
+
+def _responsibilities(joint: np.ndarray) -> np.ndarray:
+    """Turn ``(k, n)`` joint log-densities into responsibilities in place; return the ``(n,)`` log-evidence.
+
+    A row that no component can produce gets zero responsibilities and ``-inf``.
+    """
+    top = joint.max(axis=0)
+    impossible = np.isneginf(top)
+    if impossible.any():
+        top[impossible] = 0.0
+    joint -= top
+    np.exp(joint, out=joint)
+    total = joint.sum(axis=0)
+    with np.errstate(divide="ignore"):
+        evidence = np.log(total) + top
+    if impossible.any():
+        total[impossible] = 1.0
+    joint /= total
+    return np.asarray(evidence)
+
+
+class MixtureSampler(Sampler):
+    """Draws a component, then an observation from it."""
+
+    def __init__(self, dist: MixtureDistribution, seed: int | np.random.Generator | None = None) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.w = dist.w
+        children = self.rng.spawn(len(dist.components))
+        self.samplers = [c.sampler(child) for c, child in zip(dist.components, children, strict=True)]
+
+    def sample(self, size: int | None = None) -> Any:
+        """Draw one observation, or a list of ``size`` of them."""
+        chosen = self.rng.choice(len(self.w), size=1 if size is None else size, p=self.w)
+        draws: list[Any] = [None] * len(chosen)
+        for j, sampler in enumerate(self.samplers):
+            at = np.flatnonzero(chosen == j)
+            for i, x in zip(at, sampler.sample(len(at)) if len(at) else (), strict=True):
+                draws[i] = x
+        return draws[0] if size is None else draws
+
+
+class MixtureAccumulator(StatisticAccumulator):
+    """Gathers responsibilities and the components' statistics."""
+
+    def __init__(self, accumulators: Sequence[StatisticAccumulator], keys: tuple[str | None, str | None]) -> None:
+        self.accumulators = tuple(accumulators)
+        self.weight_key, self.component_key = keys
+        self.counts = np.zeros(len(self.accumulators))
+        self.impossible = 0.0
+        self._encoder = MixtureDataEncoder([a.acc_to_encoder() for a in self.accumulators])
+
+    def seq_update(self, enc: MixtureEncoding, weights: np.ndarray, estimate: ProbabilityDistribution | None) -> None:
+        if not isinstance(estimate, MixtureDistribution) or len(estimate.components) != len(self.accumulators):
+            raise TypeError(
+                f"updating a mixture of {len(self.accumulators)} components needs a previous estimate of that kind, got "
+                f"{estimate!r:.60}; start with seq_initialize or optimize"
+            )
+        if not len(enc):
+            self._add_block(enc, np.zeros((len(self.accumulators), 0)), estimate.components)
+        for start, stop in row_blocks(enc, len(self.accumulators)):
+            block = enc.rows(start, stop)
+            joint = estimate.seq_component_log_density(block)
+            evidence = _responsibilities(joint)
+            joint *= weights[start:stop]
+            self._add_block(block, joint, estimate.components)
+            lost = np.isneginf(evidence)
+            if lost.any():
+                self.impossible += float(weights[start:stop][lost].sum())
+
+    def _add_block(
+        self, block: MixtureEncoding, joint: np.ndarray, components: Sequence[ProbabilityDistribution | None]
+    ) -> None:
+        self.counts += joint.sum(axis=1)
+        for j, accumulator in enumerate(self.accumulators):
+            accumulator.seq_update(block.parts[self._encoder.part_of[j]], joint[j], components[j])
+
+    def seq_initialize(self, enc: MixtureEncoding, weights: np.ndarray, rng: RowDraws) -> None:
+        k = len(self.accumulators)
+        chosen = (rng.uniform(1)[0] * k).astype(np.int64)
+        for j, accumulator in enumerate(self.accumulators):
+            share = np.where(chosen == j, 1.0 - _SHARED_SHARE * (k - 1) / k, _SHARED_SHARE / k) * weights
+            self.counts[j] += share.sum()
+            accumulator.seq_initialize(enc.parts[self._encoder.part_of[j]], share, rng.stream(j))
+
+    def combine(self, suff_stat: MixtureStatistic) -> Self:
+        counts, components, impossible = suff_stat
+        self.counts = self.counts + counts
+        self.impossible += impossible
+        for accumulator, value in zip(self.accumulators, components, strict=True):
+            accumulator.combine(value)
+        return self
+
+    def value(self) -> MixtureStatistic:
+        return MixtureStatistic(self.counts, tuple(a.value() for a in self.accumulators), float(self.impossible))
+
+    def from_value(self, value: MixtureStatistic) -> Self:
+        counts, components, impossible = value
+        self.counts, self.impossible = np.array(counts), float(impossible)
+        for accumulator, part in zip(self.accumulators, components, strict=True):
+            accumulator.from_value(part)
+        return self
+
+    def key_merge(self, stats: dict[Hashable, Any]) -> None:
+        if self.weight_key is not None:
+            held = stats.get(self.weight_key)
+            if held is not None and np.shape(held) != self.counts.shape:
+                raise ValueError(f"keys={self.weight_key!r} is shared by weights of different lengths or other parts")
+            stats[self.weight_key] = self.counts if held is None else held + self.counts
+        if self.component_key is not None:
+            for j, accumulator in enumerate(self.accumulators):
+                accumulator.merge_tied(stats, (self.component_key, j))
+        for accumulator in self.accumulators:
+            accumulator.key_merge(stats)
+
+    def key_replace(self, stats: dict[Hashable, Any]) -> None:
+        if self.weight_key is not None:
+            self.counts = np.array(stats[self.weight_key])
+        if self.component_key is not None:
+            for j, accumulator in enumerate(self.accumulators):
+                accumulator.from_value(stats[self.component_key, j].value())
+        for accumulator in self.accumulators:
+            accumulator.key_replace(stats)
+
+    def acc_to_encoder(self) -> MixtureDataEncoder:
+        return self._encoder
+
+
+class MixtureAccumulatorFactory(AccumulatorFactory):
+    """Makes empty :class:`MixtureAccumulator`."""
+
+    def __init__(self, factories: Sequence[AccumulatorFactory], keys: tuple[str | None, str | None]) -> None:
+        self.factories, self.keys = tuple(factories), keys
+
+    def make(self) -> MixtureAccumulator:
+        return MixtureAccumulator([f.make() for f in self.factories], self.keys)
+
+
+class MixtureEstimator(ParameterEstimator):
+    """Fit a :class:`MixtureDistribution` by EM.
+
+    Args:
+        estimators: one per component.
+        fixed_weights: ``(k,)`` weights to hold fixed instead of estimating them.
+        pseudo_count: how many observations ``suff_stat`` counts for in the weights.
+        suff_stat: ``(k,)`` weights to regularize toward; uniform if only ``pseudo_count`` is given.
+        keys: ``(weights, components)``: mixtures with an equal key share their weights, or their components one by one.
+
+    Raises:
+        ValueError: there is no component, or the weights do not fit them.
+    """
+
+    def __init__(
+        self,
+        estimators: Sequence[ParameterEstimator],
+        *,
+        fixed_weights: Sequence[float] | np.ndarray | None = None,
+        pseudo_count: float | None = None,
+        suff_stat: Sequence[float] | np.ndarray | None = None,
+        name: str | None = None,
+        keys: tuple[str | None, str | None] = (None, None),
+    ) -> None:
+        self.estimators = tuple(estimators)
+        k = len(self.estimators)
+        if not k:
+            raise ValueError("estimators=() must hold at least one estimator")
+        self.fixed_weights = None if fixed_weights is None else require_probabilities(fixed_weights, "fixed_weights", k)
+        if self.fixed_weights is not None and pseudo_count is not None:
+            raise ValueError("pseudo_count has no effect on fixed_weights; give one of the two")
+        self.prior = None if suff_stat is None else require_probabilities(suff_stat, "suff_stat", k)
+        self.pseudo_count = resolve_prior(pseudo_count, self.prior)
+        self.name, self.keys = name, keys
+
+    def accumulator_factory(self) -> MixtureAccumulatorFactory:
+        return MixtureAccumulatorFactory([e.accumulator_factory() for e in self.estimators], self.keys)
+
+    def estimate(
+        self, nobs: float | None, suff_stat: MixtureStatistic, previous: ProbabilityDistribution | None = None
+    ) -> MixtureDistribution:
+        counts, statistics, impossible = suff_stat
+        k = len(self.estimators)
+        before = previous.components if isinstance(previous, MixtureDistribution) else (None,) * k
+        parts = zip(self.estimators, counts, statistics, before, strict=True)
+        components = [m_step(e, float(c), s, prev) for e, c, s, prev in parts]
+        if self.fixed_weights is not None:
+            w = self.fixed_weights
+        else:
+            w = weights_from_counts(counts, self.pseudo_count, self.prior)
+        mixture = MixtureDistribution(components, w, name=self.name)
+        if impossible > 0:
+            reason = f"rows of total weight {impossible:g} are impossible under every component; left out"
+            mixture._own_repairs = (Repair("w", reason),)
+        return mixture

@@ -1,0 +1,97 @@
+"""Turn raw numbers into float64 columns, refusing by index and value what is no number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mixle.stats.encoding import LeafEncoding
+from mixle.stats.frames import Frame
+
+__all__ = ["number_column", "supported", "vector_columns"]
+
+
+def number_column(values: Sequence[Any], family: str) -> np.ndarray:
+    """Return ``values`` as ``(n,)`` float64.
+
+    Raises:
+        TypeError: a value is not a real number (None, a string and a bool are not); names its index.
+        ValueError: a value is NaN, or the values are nested; names its index.
+    """
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iuf":
+        column = values.astype(np.float64)
+    else:
+        for i, value in enumerate(values):
+            if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+                hint = "; wrap the family in Optional for missing values" if value is None else ""
+                raise TypeError(
+                    f"{family} takes real numbers, got {type(value).__name__} ({value!r:.60}) at index {i}{hint}"
+                )
+        column = np.array(values, dtype=np.float64).reshape(len(values))
+    missing = np.isnan(column)
+    if missing.any():
+        raise ValueError(
+            f"{family} takes real numbers, got NaN at index {int(np.argmax(missing))}; "
+            "drop it, or wrap the family in Optional and give None for missing values"
+        )
+    return column
+
+
+def vector_columns(values: Sequence[Any], family: str, dim: int | None) -> np.ndarray:
+    """Return vectors as ``(d, n)`` float64, one row of the result per axis.
+
+    Raises:
+        TypeError, ValueError: a value is not a vector of ``dim`` real numbers; names its index.
+    """
+    if not isinstance(values, np.ndarray):
+        values = list(values)
+        if not values:
+            return np.zeros((dim or 0, 0))
+        width = dim
+        for i, value in enumerate(values):
+            if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
+                raise TypeError(f"{family} takes vectors, got {type(value).__name__} ({value!r:.60}) at index {i}")
+            width = len(value) if width is None else width
+            if len(value) != width:
+                raise ValueError(f"{family} takes vectors of {width} numbers, got {len(value)} at index {i} ({value!r:.60})")
+        try:
+            values = np.array(values)
+        except ValueError as error:
+            raise ValueError(f"{family} takes vectors of real numbers: {error}") from error
+    if values.ndim != 2 or (dim is not None and values.shape[1] != dim):
+        raise ValueError(f"{family} takes vectors of {dim or 'd'} numbers, got an array of shape {values.shape}")
+    if values.dtype.kind not in "iuf":
+        bad = next(((i, v) for i, row in enumerate(values) for v in row if not _is_real(v)), (0, values.dtype))
+        raise TypeError(f"{family} takes vectors of real numbers, got {bad[1]!r:.60} at index {bad[0]}")
+    columns = np.array(values.T, dtype=np.float64, order="C")
+    missing = np.isnan(columns).any(axis=0)
+    if missing.any():
+        i = int(np.argmax(missing))
+        raise ValueError(f"{family} takes vectors of real numbers, got NaN at index {i} ({values[i].tolist()!r:.60}); drop the row")
+    return columns
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, (bool, np.bool_))
+
+
+def supported(
+    columns: np.ndarray,
+    possible: np.ndarray,
+    stand_in: float,
+    frame: Callable[[np.ndarray], Frame | None] = lambda columns: None,
+) -> LeafEncoding:
+    """Return an encoding that marks the rows outside a family's support and holds ``stand_in`` there.
+
+    Args:
+        columns: ``(n,)`` or ``(d, n)``.
+        possible: ``(n,)`` bool.
+        frame: makes the frame from the columns of the possible rows.
+    """
+    if possible.all():
+        return LeafEncoding((columns,), frame(columns))
+    example = repr(columns[..., int(np.argmin(possible))].tolist())
+    kept = np.where(possible, columns, stand_in)
+    return LeafEncoding((kept,), frame(columns[..., possible]), ~possible, example)

@@ -1,0 +1,1 @@
+"""Argument checks, and the data handles in :mod:`mixle.utils.parallel`."""

@@ -1,0 +1,1 @@
+"""The data handles: where encoded data lives and how an estimation step runs over it."""
