@@ -29,9 +29,7 @@ def require_exact_bool(value: object, name: str) -> bool:
     raise TypeError(f"{name}={value!r} must be True or False, not {_kind(value)}")
 
 
-def require_exact_int(
-    value: object, name: str, *, minimum: int | None = None, maximum: int | None = None
-) -> int:
+def require_exact_int(value: object, name: str, *, minimum: int | None = None, maximum: int | None = None) -> int:
     """Return ``value`` as an int if it is one: an int, a NumPy integer or a 0-d integer array or tensor.
 
     Raises:
@@ -113,7 +111,9 @@ def _is_scalar_number(value: object) -> bool:
     if isinstance(value, (bool, str, bytes)):
         return False
     dtype = str(getattr(value, "dtype", ""))
-    return getattr(value, "ndim", 0) == 0 and not any(kind in dtype for kind in ("bool", "complex", "<U", "|S", "object"))
+    return getattr(value, "ndim", 0) == 0 and not any(
+        kind in dtype for kind in ("bool", "complex", "<U", "|S", "object")
+    )
 
 
 def _kind(value: object) -> str:

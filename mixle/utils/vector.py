@@ -16,6 +16,7 @@ def validate_initialization_probability(p: object) -> float:
     """
     if isinstance(p, (bool, np.bool_)) or not isinstance(p, Real):
         raise TypeError(f"p={p!r} must be a real number in (0, 1], not {type(p).__name__}")
-    if not 0 < p <= 1:
+    probability = float(p)
+    if not 0 < probability <= 1:
         raise ValueError(f"p={p!r} must be in (0, 1]")
-    return float(p)
+    return probability
