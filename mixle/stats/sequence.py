@@ -8,7 +8,7 @@ what an object can do, never what it is. The steps that handles share, :func:`ac
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ __all__ = [
     "accumulate",
     "accumulate_initialization",
     "finish",
+    "first_nonempty_share",
     "resolve_encoder",
     "seq_encode",
     "seq_estimate",
@@ -47,7 +48,9 @@ def resolve_encoder(
     """
     given = [name for name, x in (("encoder", encoder), ("estimator", estimator), ("model", model)) if x is not None]
     if len(given) != 1:
-        raise ValueError(f"give exactly one of encoder, estimator and model to say how to encode; got {given or 'none'}")
+        raise ValueError(
+            f"give exactly one of encoder, estimator and model to say how to encode; got {given or 'none'}"
+        )
     if encoder is not None:
         return encoder
     if model is not None:
@@ -133,6 +136,20 @@ def finish(
     return m_step(estimator, nobs, accumulator.value(), previous)
 
 
+def first_nonempty_share(
+    gather: Callable[[float], tuple[float, StatisticAccumulator]], p: float
+) -> tuple[float, StatisticAccumulator]:
+    """Return what ``gather`` gives for the first share of ``p``, ``2 p``, ``4 p``, ..., 1 that draws any row.
+
+    ``gather`` returns the number of rows drawn at a share, over all shards, and an accumulator.
+    """
+    taken, accumulator = gather(p)
+    while not taken > 0 and p < 1.0:
+        p = min(1.0, 2 * p)
+        taken, accumulator = gather(p)
+    return taken, accumulator
+
+
 def _verb(enc_data: Any, method: str) -> Any:
     """Return a handle's method for a verb, or None for the list that seq_encode returns."""
     if hasattr(enc_data, method):
@@ -159,11 +176,8 @@ def seq_initialize(enc_data: Any, estimator: ParameterEstimator, rng: Any, p: fl
     if handle is not None:
         return handle(estimator, rng, share)
     seed = draw_seed(rng)
-    while True:
-        taken, accumulator = accumulate_initialization(enc_data, estimator, seed, share)
-        if taken > 0 or share >= 1.0:
-            return finish(estimator, taken, accumulator, None)
-        share = min(1.0, 2 * share)
+    drawn = first_nonempty_share(lambda p: accumulate_initialization(enc_data, estimator, seed, p), share)
+    return finish(estimator, *drawn, None)
 
 
 def seq_estimate(enc_data: Any, estimator: ParameterEstimator, prev_estimate: Any = None) -> Any:
@@ -183,7 +197,7 @@ def seq_log_density(enc_data: Any, model: ProbabilityDistribution) -> list[np.nd
     """Return the log-densities of the observations, one ``(n,)`` array per chunk."""
     handle = _verb(enc_data, "pysp_seq_log_density")
     if handle is not None:
-        return handle(model)  # type: ignore[no-any-return]
+        return handle(model)
     return [model.seq_log_density(enc) for _, enc in enc_data]
 
 
@@ -191,6 +205,6 @@ def seq_log_density_sum(enc_data: Any, model: ProbabilityDistribution) -> tuple[
     """Return the number of observations and the sum of their log-densities, over all shards."""
     handle = _verb(enc_data, "pysp_seq_log_density_sum")
     if handle is not None:
-        return handle(model)  # type: ignore[no-any-return]
+        return handle(model)
     total = sum(float(np.sum(model.seq_log_density(enc))) for _, enc in enc_data)
     return float(sum(count for count, _ in enc_data)), total
