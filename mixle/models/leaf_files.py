@@ -1,0 +1,265 @@
+"""A leaf on disk and in JSON: a description in JSON, tensors in safetensors, nothing pickled.
+
+A saved leaf is a directory with ``leaf.json`` and the safetensors files that it names. Their names hold the SHA-256 of
+their bytes, and ``leaf.json`` is replaced last, in one move: a reader finds the old leaf or the new one, whole.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import secrets
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mixle.training.optimizer import SLOTS, Moments, OptimizerOptions, OptimizerState
+from mixle.training.state import StepRecord, TrainingState
+from mixle.training.wrap import named_buffers, named_parameters
+from mixle.utils.optional_import import optional_import
+
+if TYPE_CHECKING:
+    from mixle.models.streaming_transformer_leaf import StreamingTransformerLeaf
+
+DESCRIPTION = "leaf.json"
+FORMAT = "mixle leaf, version 1"
+TENSOR_FILE = re.compile(r"(module|moments)-[0-9a-f]{64}\.safetensors")
+COUNTERS = ("step", "epoch", "epoch_step", "skipped", "revision")
+
+
+def write(path: str | os.PathLike[str], leaf: StreamingTransformerLeaf) -> None:
+    """Write a dense leaf into the directory ``path``, over the one that is there."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    before = set(_named_files(folder))
+    moments = {
+        f"{name}/{slot}": value for name, slots in leaf.state.optimizer.dense().items() for slot, value in slots.items()
+    }
+    described = _describe(leaf)
+    described["files"] = {"module": _write_tensors(folder, "module", _state_of(leaf.module))}
+    if moments:
+        described["files"]["moments"] = _write_tensors(folder, "moments", moments)
+    _replace(folder / DESCRIPTION, json.dumps(described, indent=1, allow_nan=False).encode())
+    for name in before - set(described["files"].values()):
+        (folder / name).unlink(missing_ok=True)
+
+
+def read(path: str | os.PathLike[str], module: nn.Module | None) -> tuple[nn.Module, OptimizerOptions, TrainingState]:
+    """Return what :func:`write` wrote, the parameters in ``module`` if it is given.
+
+    Raises:
+        FileNotFoundError: no leaf is there, or a file that it names is gone.
+        ValueError: what is there cannot have been written by :func:`write`, or does not fit ``module``.
+    """
+    folder = Path(path)
+    if not (folder / DESCRIPTION).is_file():
+        raise FileNotFoundError(f"{folder} holds no saved leaf: there is no {DESCRIPTION} in it")
+    described = _parse((folder / DESCRIPTION).read_bytes(), f"{folder / DESCRIPTION}")
+    files = described.get("files")
+    if not isinstance(files, dict) or "module" not in files or not files.keys() <= {"module", "moments"}:
+        raise ValueError(f"{folder / DESCRIPTION} names files {files!r:.80}, not those of a module and its moments")
+    tensors = {part: _read_tensors(folder, part, name) for part, name in files.items()}
+    return _restore(described, tensors["module"], tensors.get("moments", {}), module, str(folder))
+
+
+def to_dict(leaf: StreamingTransformerLeaf) -> dict[str, Any]:
+    """Return a dense leaf without its optimizer's moments, as JSON can carry it.
+
+    Raises:
+        TypeError: the module has no ``config`` and ``from_config`` to be built again from.
+    """
+    described = _describe(leaf)
+    if described["config"] is None:
+        raise TypeError(
+            f"{type(leaf.module).__name__} has no config and from_config to build it again from; use leaf.save(path)"
+        )
+    described["weights"] = base64.b64encode(_serialized(_state_of(leaf.module))).decode()
+    return described
+
+
+def from_dict(payload: dict[str, Any]) -> tuple[nn.Module, OptimizerOptions, TrainingState]:
+    """Return what :func:`to_dict` put in."""
+    tensors = _parsed_tensors(base64.b64decode(payload["weights"], validate=True), "weights")
+    return _restore(payload, tensors, {}, None, "payload")
+
+
+def _describe(leaf: StreamingTransformerLeaf) -> dict[str, Any]:
+    module, state = leaf.module, leaf.state
+    rebuildable = hasattr(module, "config") and hasattr(type(module), "from_config")
+    return {
+        "format": FORMAT,
+        "class": f"{type(module).__module__}:{type(module).__qualname__}",
+        "config": module.config if rebuildable else None,
+        "optimizer": dataclasses.asdict(leaf.options),
+        "training": {name: getattr(state, name) for name in COUNTERS},
+        "history": [{key: _to_json(value) for key, value in record.to_dict().items()} for record in leaf.history],
+    }
+
+
+def _restore(
+    described: dict[str, Any],
+    tensors: dict[str, Tensor],
+    moments: dict[str, Tensor],
+    module: nn.Module | None,
+    where: str,
+) -> tuple[nn.Module, OptimizerOptions, TrainingState]:
+    """Build everything that is described, and only then overwrite the module."""
+    try:
+        given = described["optimizer"]
+        betas = given["betas"]
+        options = OptimizerOptions(**{**given, "betas": betas if betas is None else tuple(betas)})
+        state = TrainingState()
+        for name in COUNTERS:
+            setattr(state, name, int(described["training"][name]))
+        for record in described["history"]:
+            state.history.append(StepRecord(**{key: _from_json(value) for key, value in record.items()}))
+        found = _rebuild(described["class"], described["config"], tensors, where) if module is None else module
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{where} is not a leaf's description: {type(error).__name__}: {error}") from error
+    own = _require_fit(found, tensors, where)
+    if moments:
+        kind = options.optimizer
+        state.optimizer = OptimizerState(kind, _moments(moments, kind, named_parameters(found), where))
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
+    return found, options, state
+
+
+def _rebuild(name: str, config: dict[str, Any] | None, tensors: dict[str, Tensor], where: str) -> nn.Module:
+    """Build the module that a description names; only a class that is imported already can be named."""
+    import mixle.models.transformer  # noqa: F401  (so that its class can)
+
+    place, _, kind = name.partition(":")
+    found: Any = getattr(sys.modules.get(place), kind, None)
+    is_module = isinstance(found, type) and issubclass(found, nn.Module) and hasattr(found, "from_config")
+    if config is None or not is_module:
+        raise ValueError(f"a {name} cannot be built from the description; import its class, or pass module=")
+    with torch.device("meta"):  # a false config is found out before it takes memory
+        _require_fit(found.from_config(config), tensors, where)
+    built: nn.Module = found.from_config(config)
+    return built
+
+
+def _state_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters, tied ones once, and the buffers that are part of the model, by name."""
+    saved = module.state_dict().keys()
+    buffers = {name: buffer for name, buffer in named_buffers(module).items() if name in saved}
+    return {**named_parameters(module), **buffers}
+
+
+def _require_fit(module: nn.Module, tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Return what the tensors are to overwrite, after checking that all fit."""
+    own = _state_of(module)
+    odd = sorted(own.keys() ^ tensors.keys())
+    if odd:
+        side = f"{where} lacks" if odd[0] in own else f"{type(module).__name__} has no"
+        raise ValueError(f"{where} does not fit {type(module).__name__}: {side} {odd[0]!r}")
+    for name, tensor in tensors.items():
+        if tensor.shape != own[name].shape or tensor.dtype != own[name].dtype:
+            raise ValueError(
+                f"{where} has {name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}, "
+                f"{type(module).__name__} of {tuple(own[name].shape)} and {own[name].dtype}"
+            )
+    return own
+
+
+def _moments(tensors: dict[str, Tensor], kind: str, parameters: dict[str, nn.Parameter], where: str) -> Moments:
+    moments: Moments = {}
+    for key, tensor in tensors.items():
+        name, _, slot = key.rpartition("/")
+        if name not in parameters or slot not in SLOTS[kind]:
+            raise ValueError(f"{where} has a moment {key!r}, which no parameter of the module has under {kind!r}")
+        shape = () if slot == "step" else tuple(parameters[name].shape)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{where} has the moment {key!r} of shape {tuple(tensor.shape)}, not {shape}")
+        moments.setdefault(name, {})[slot] = tensor
+    return moments
+
+
+# ---- files
+
+
+def _safetensors() -> Any:
+    return optional_import("safetensors.torch", extra="torch")
+
+
+def _serialized(tensors: dict[str, Tensor]) -> bytes:
+    data = _safetensors().save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
+    assert isinstance(data, bytes)
+    return data
+
+
+def _write_tensors(folder: Path, part: str, tensors: dict[str, Tensor]) -> str:
+    data = _serialized(tensors)
+    name = f"{part}-{hashlib.sha256(data).hexdigest()}.safetensors"
+    _replace(folder / name, data)
+    return name
+
+
+def _read_tensors(folder: Path, part: str, name: object) -> dict[str, Tensor]:
+    if not isinstance(name, str) or not TENSOR_FILE.fullmatch(name) or not name.startswith(part):
+        raise ValueError(f"{folder / DESCRIPTION} names {name!r:.80} as its {part} file, which no leaf is written to")
+    if not (folder / name).is_file():
+        raise FileNotFoundError(f"{folder} is incomplete: {name} is gone")
+    data = (folder / name).read_bytes()
+    if hashlib.sha256(data).hexdigest() not in name:
+        raise ValueError(f"{folder / name} is damaged: its bytes have another hash than its name")
+    return _parsed_tensors(data, str(folder / name))
+
+
+def _parsed_tensors(data: bytes, where: str) -> dict[str, Tensor]:
+    error_type: type[Exception] = optional_import("safetensors", extra="torch").SafetensorError
+    try:
+        tensors: dict[str, Tensor] = _safetensors().load(data)
+    except error_type as error:
+        raise ValueError(f"{where} is not in safetensors format: {error}") from error
+    return tensors
+
+
+def _named_files(folder: Path) -> list[str]:
+    """Return the tensor files that the leaf in ``folder`` names, none if there is no readable one."""
+    try:
+        files = json.loads((folder / DESCRIPTION).read_bytes())["files"].values()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return [name for name in files if isinstance(name, str) and TENSOR_FILE.fullmatch(name)]
+
+
+def _parse(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        described = json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error
+    if not isinstance(described, dict) or described.get("format") != FORMAT:
+        raise ValueError(f"{where} is not the description of a {FORMAT}")
+    return described
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Put ``data`` at ``path`` in one move, on the disk before it has the name."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        with open(partial, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _to_json(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _from_json(value: Any) -> Any:
+    return float(value) if isinstance(value, str) else value

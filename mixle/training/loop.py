@@ -1,0 +1,197 @@
+"""The training loop: one straight line that every rank runs, whatever holds its data and its parameters.
+
+It is given a source of batches, an engine that turns them into gradients and the state that it moves on; it knows
+neither DDP from FSDP2 nor tokens from anything else. Apart from what callbacks ask for, it adds no collective to the
+engine's own: losses stay where they were computed and are reduced once, at the end.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from mixle.training.engine import Engine
+from mixle.training.modes import training_mode
+from mixle.training.optimizer import OptimizerOptions
+from mixle.training.options import StopTraining, TrainingOptions
+from mixle.training.progress import Progress
+from mixle.training.ranks import Ranks
+from mixle.training.state import StepRecord, TrainingState
+
+B = TypeVar("B")
+B_co = TypeVar("B_co", covariant=True)
+
+
+class BatchSource(Protocol[B_co]):
+    """Where this rank's batches come from; every rank's source has the same steps and knows the same targets."""
+
+    steps_per_epoch: int
+
+    def batch(self, epoch: int, step: int) -> B_co:
+        """Return this rank's batch of a schedule step."""
+
+    def targets(self, epoch: int, step: int) -> int:
+        """Return how many real targets all ranks train at that step."""
+
+    def random_seed(self, epoch: int, step: int) -> int:
+        """Return the seed, below 2**63, of whatever the module draws at that step."""
+
+
+def train(
+    engine: Engine[B],
+    source: BatchSource[B],
+    state: TrainingState,
+    *,
+    epochs: int,
+    optimizer_options: OptimizerOptions,
+    options: TrainingOptions,
+    ranks: Ranks,
+    evaluate: Callable[[], float] | None = None,
+) -> None:
+    """Train ``engine.module`` in place until ``epochs`` more epochs are complete, and move ``state`` on.
+
+    The rest of an epoch in which an earlier call was stopped counts as one.
+
+    Args:
+        evaluate: returns the mean held-out loss; called on every rank after every ``options.evaluation.every``-th step.
+
+    Raises:
+        FloatingPointError: on every rank, at a step that is not finite, unless it is to be skipped. The parameters and
+            ``state`` are then as they were before that step.
+        Exception: whatever this rank's data, module or callback raised; its peers raise that it did.
+    """
+    if not epochs:
+        return
+    run = _Run(engine, source, state, epochs, options, optimizer_options, evaluate, rank=ranks.rank)
+    with ranks.guard("training"):
+        cuda = [run.device] if run.device.type == "cuda" else []
+        with training_mode(engine.module), torch.random.fork_rng(cuda), run.progress:
+            trouble = run.take_steps()
+        engine.sync_buffers()
+        run.settle_history()
+    if trouble is not None:
+        raise trouble
+
+
+class _Run:
+    """One call of :func:`train`."""
+
+    def __init__(
+        self,
+        engine: Engine[Any],
+        source: BatchSource[Any],
+        state: TrainingState,
+        epochs: int,
+        options: TrainingOptions,
+        optimizer_options: OptimizerOptions,
+        evaluate: Callable[[], float] | None,
+        *,
+        rank: int,
+    ) -> None:
+        self.engine, self.source, self.state, self.options = engine, source, state, options
+        self.rates, self.evaluate = optimizer_options, evaluate
+        self.optimizer = state.optimizer.bind(optimizer_options, engine.parameters())
+        self.device = engine.device
+        if state.epoch_step >= source.steps_per_epoch:  # a position in longer data
+            state.epoch, state.epoch_step = state.epoch + 1, 0
+        self.last_epoch = state.epoch + epochs
+        per_epoch = -(-source.steps_per_epoch // options.gradient_accumulation)
+        self.progress = Progress(per_epoch * epochs, options.progress, rank)
+        self.unsettled: list[tuple[Tensor, dict[str, Any]]] = []
+
+    def take_steps(self) -> FloatingPointError | None:
+        """Take steps until the epochs are complete, a callback stops them, or one is not finite."""
+        state, per_epoch = self.state, self.source.steps_per_epoch
+        self.optimizer.zero_grad()
+        while state.epoch < self.last_epoch:
+            epoch, first = state.epoch, state.epoch_step
+            steps = range(first, min(first + self.options.gradient_accumulation, per_epoch))
+            started = time.perf_counter()
+            targets = sum(self.source.targets(epoch, step) for step in steps)
+            loss_sum = self._gradient(epoch, steps, self.engine.averaged_over / targets)
+            norm = self.engine.gradient_norm()
+            size = norm.item()
+            finite = math.isfinite(size)
+            if not finite and self.options.nonfinite == "raise":
+                self.optimizer.zero_grad()
+                return FloatingPointError(
+                    f"the loss or its gradient is not finite at step {state.step + 1} (epoch {epoch}, schedule step "
+                    f'{first}); the parameters are as they were before it. nonfinite="skip" passes over such steps'
+                )
+            rate = self.rates.learning_rate(state.step)
+            if finite:
+                self._move(norm, rate)
+            self.optimizer.zero_grad()
+            state.step += 1
+            state.skipped += not finite
+            state.epoch, state.epoch_step = (epoch, steps.stop) if steps.stop < per_epoch else (epoch + 1, 0)
+            facts = {
+                "step": state.step,
+                "epoch": epoch,
+                "learning_rate": rate,
+                "grad_norm": size,
+                "targets": targets,
+                "seconds": time.perf_counter() - started,
+                "skipped": not finite,
+                "evaluation": self._evaluation(),
+            }
+            self.unsettled.append((loss_sum, facts))
+            self.progress.advance(loss_sum, self.engine.averaged_over / targets, targets)
+            if self.options.callbacks and self._is_stopped():
+                break
+        return None
+
+    def _gradient(self, epoch: int, steps: range, scale: float) -> Tensor:
+        """Leave the exact mean's gradient over the steps' targets; return the sum of this rank's losses."""
+        seed = self.source.random_seed(epoch, steps[0])
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        loss_sums = [
+            self.engine.forward_backward(self.source.batch(epoch, step), scale, last=step == steps[-1])
+            for step in steps
+        ]
+        return loss_sums[0] if len(loss_sums) == 1 else torch.stack(loss_sums).sum()
+
+    def _move(self, norm: Tensor, rate: float) -> None:
+        if self.options.max_grad_norm is not None:
+            self.engine.scale_gradient(self.options.max_grad_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.state.revision += 1
+
+    def _evaluation(self) -> float | None:
+        wanted = self.options.evaluation
+        if wanted is None or self.evaluate is None or self.state.step % wanted.every:
+            return None
+        return self.evaluate()
+
+    def _is_stopped(self) -> bool:
+        """Show the step to the callbacks; tell whether one of any rank's asked to stop."""
+        self.settle_history()
+        stop = 0.0
+        for callback in self.options.callbacks:
+            try:
+                callback(self.state.history[-1])
+            except StopTraining:
+                stop = 1.0
+        return self._reduced([torch.tensor(stop)])[0] > 0
+
+    def settle_history(self) -> None:
+        """Reduce the losses that are still this rank's own, in one collective, and record them."""
+        if not self.unsettled:
+            return
+        sums = self._reduced([loss_sum for loss_sum, _ in self.unsettled])
+        for total, (_, facts) in zip(sums, self.unsettled, strict=True):
+            self.state.history.append(StepRecord(total / facts["targets"], **facts))
+        self.unsettled.clear()
+
+    def _reduced(self, values: list[Tensor]) -> list[float]:
+        stacked = torch.stack([value.to(self.device) for value in values]).double()
+        return self.engine.sum_over_replicas(stacked).tolist()

@@ -1,0 +1,50 @@
+"""A replica's batches of token windows, as tensors on its device."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from mixle.data.schedule import Schedule
+from mixle.data.token_windows import TokenArray, gather, pad_batch
+from mixle.training.next_token import IGNORED, TokenTensors
+
+
+class TokenBatches:
+    """Cut one replica's batches out of a token array as a schedule says; a :class:`~mixle.training.loop.BatchSource`.
+
+    Args:
+        tokens: the array that the schedule's shards are in.
+        schedule: who trains which windows when.
+        replica: whose batches these are.
+        device: where they go.
+    """
+
+    def __init__(self, tokens: TokenArray, schedule: Schedule, replica: int, device: torch.device) -> None:
+        self._tokens, self._schedule, self._replica, self._device = tokens, schedule, replica, device
+        self.steps_per_epoch = schedule.steps_per_epoch
+
+    def batch(self, epoch: int, step: int) -> TokenTensors:
+        """Return a step's batch; rows that the replica is short of are zeros, masked."""
+        schedule, replica = self._schedule, self._replica
+        windows = schedule.window_indices(replica, epoch, step)
+        cut = gather(self._tokens, schedule.shards[replica], schedule.spec, windows)
+        rows = pad_batch(cut, schedule.batch_size)
+        targets = rows.targets if rows.mask.all() else np.where(rows.mask, rows.targets, IGNORED)
+        return TokenTensors(torch.from_numpy(rows.inputs).to(self._device), torch.from_numpy(targets).to(self._device))
+
+    def targets(self, epoch: int, step: int) -> int:
+        """Return how many real targets all replicas train at a step."""
+        return self._schedule.global_targets(epoch, step)
+
+    def random_seed(self, epoch: int, step: int) -> int:
+        """Return a seed of this replica and step, below 2**63."""
+        words = f"mixle draws: seed={self._schedule.seed} epoch={epoch} step={step} replica={self._replica}"
+        return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little") >> 1
+
+    def __iter__(self) -> Iterator[TokenTensors]:
+        """Yield the batches of the first epoch."""
+        return (self.batch(0, step) for step in range(self.steps_per_epoch))

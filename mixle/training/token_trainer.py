@@ -1,0 +1,178 @@
+"""Train and score modules on the token windows of a schedule, on whatever ranks there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from mixle.data.schedule import Schedule
+from mixle.data.token_check import find_bad_token
+from mixle.data.token_windows import TokenArray
+from mixle.training.engine import DataParallelEngine
+from mixle.training.loop import train
+from mixle.training.next_token import NextToken, TokenTensors
+from mixle.training.optimizer import OptimizerOptions
+from mixle.training.options import TrainingOptions
+from mixle.training.ranks import Ranks
+from mixle.training.scoring import log_densities, log_density_sum
+from mixle.training.state import TrainingState
+from mixle.training.token_batches import TokenBatches
+from mixle.training.wrap import Parallel, Precision, resolve_wrapping, sharding_of, wrap
+
+# Ranks read shards of different lengths from different disks before they meet for the first time.
+PREPARATION_S = 600.0
+
+
+class TokenTrainer:
+    """Bring modules to a token array; what is made for one is kept until another comes.
+
+    Args:
+        tokens: the array that the schedule's shards are in.
+        schedule: who trains which windows when.
+        ranks: each is one replica.
+        options: what the loop does around the steps.
+        heldout: the tokens of ``options.evaluation``, the same on every rank.
+        parallel, precision, activation_checkpointing: how a module is wrapped.
+
+    Raises:
+        ValueError: ``heldout`` is too short for one window, or ``parallel="none"`` on several ranks.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenArray,
+        schedule: Schedule,
+        ranks: Ranks,
+        options: TrainingOptions,
+        *,
+        heldout: TokenArray | None,
+        parallel: Parallel,
+        precision: Precision,
+        activation_checkpointing: bool,
+    ) -> None:
+        self._tokens, self._schedule, self._ranks, self._options = tokens, schedule, ranks, options
+        self._parallel, self._precision, self._recompute = parallel, precision, activation_checkpointing
+        resolve_wrapping(parallel, ranks.world, "cpu")
+        self._heldout = heldout
+        self._scored = replace(schedule, shuffle=False, epochs=1)
+        self._heldout_schedule = None
+        if heldout is not None:
+            self._heldout_schedule = Schedule(
+                schedule.spec,
+                schedule.batch_size,
+                replicas=ranks.world,
+                n_tokens=len(heldout),
+                shuffle=False,
+                boundary="overlap",
+            )
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the module that was trained last."""
+        self._engine: DataParallelEngine[TokenTensors] | None = None
+        self._checked: nn.Module | None = None
+        self.vocabulary: int | None = None
+
+    def fit(
+        self, module: nn.Module, device: torch.device, state: TrainingState, optimizer_options: OptimizerOptions
+    ) -> None:
+        """Train ``module`` in place for the schedule's epochs, and move ``state`` on."""
+        engine = self.prepare(module, device)
+        train(
+            engine,
+            TokenBatches(self._tokens, self._schedule, self._ranks.rank, device),
+            state,
+            epochs=self._schedule.epochs,
+            optimizer_options=optimizer_options,
+            options=self._options,
+            ranks=self._ranks,
+            evaluate=lambda: self._heldout_loss(module, device),
+        )
+
+    def prepare(self, module: nn.Module, device: torch.device) -> DataParallelEngine[TokenTensors]:
+        """Return the engine that trains ``module``; making one costs as much as the module is large."""
+        if self._engine is not None and self._engine.module is module and self._engine.device == device:
+            return self._engine
+        self._check(module, device)
+        call = wrap(
+            module,
+            wrapping=resolve_wrapping(self._parallel, self._ranks.world, device.type),
+            ranks=self._ranks,
+            device=device,
+            precision=self._precision,
+            activation_checkpointing=self._recompute,
+        )
+        self._engine = DataParallelEngine(module, call, self._objective(module).loss_sum, world=self._ranks.world)
+        return self._engine
+
+    def log_density_sum(self, module: nn.Module, device: torch.device) -> tuple[int, float]:
+        """Return how many targets an epoch has, and the sum of their log-densities, over all ranks."""
+        self._ranks.meet("scoring")
+        batches = self._scoring_batches(module, device)
+        with self._ranks.guard("scoring"):
+            return self._summed(module, batches)
+
+    def log_densities(self, module: nn.Module, device: torch.device) -> NDArray[np.float64]:
+        """Return the log-densities of this rank's targets, in the order of the tokens; collective if it is sharded."""
+        if sharding_of(module) is not None:
+            self._ranks.meet("scoring")
+        batches = self._scoring_batches(module, device)
+        return log_densities(module, self._objective(module), batches).numpy()
+
+    def _scoring_batches(self, module: nn.Module, device: torch.device) -> TokenBatches:
+        self._check(module, device)
+        return TokenBatches(self._tokens, self._scored, self._ranks.rank, device)
+
+    def _heldout_loss(self, module: nn.Module, device: torch.device) -> float:
+        assert self._heldout is not None and self._heldout_schedule is not None
+        batches = TokenBatches(self._heldout, self._heldout_schedule, self._ranks.rank, device)
+        count, total = self._summed(module, batches)
+        return -total / count
+
+    def _summed(self, module: nn.Module, batches: Iterable[TokenTensors]) -> tuple[int, float]:
+        sums = log_density_sum(module, self._objective(module), batches, world=self._ranks.world)
+        count, total = sums.tolist()
+        return int(count), total
+
+    def _objective(self, module: nn.Module) -> NextToken:
+        # A sharded module computes in the precision that it was sharded with.
+        autocast = self._precision == "bf16" and sharding_of(module) is None
+        return NextToken(module, self._schedule.spec.targets, autocast=autocast)
+
+    def _check(self, module: nn.Module, device: torch.device) -> None:
+        """Check what the module returns, then every token against its vocabulary; one verdict for all ranks."""
+        if self._checked is module:
+            return
+        vocab, error = 0, None
+        try:
+            if sharding_of(module) is None:
+                module.to(device)
+            vocab = self._objective(module).vocabulary(module, self._schedule.spec.block, device)
+        except Exception as caught:
+            error = caught
+        self._ranks.agree("checking the module", error, deadline_s=PREPARATION_S)
+        self._ranks.agree("checking the tokens", self._bad_token(vocab), deadline_s=PREPARATION_S)
+        self._checked, self.vocabulary = module, vocab
+
+    def _bad_token(self, vocab: int) -> ValueError | None:
+        rank, world, n = self._ranks.rank, self._ranks.world, len(self._tokens)
+        shard = self._schedule.shards[rank]
+        start, stop = shard.start, shard.stop
+        if self._schedule.sampling == "global":  # every rank has the whole array; each reads its share of it
+            start, stop = rank * n // world, (rank + 1) * n // world
+        looked_at = [("token_ids", self._tokens, start, stop)]
+        if self._heldout is not None:
+            looked_at.append(("evaluation.data", self._heldout, 0, len(self._heldout)))
+        for name, tokens, first, last in looked_at:
+            bad = find_bad_token(tokens, first, last, vocab)
+            if bad is not None:
+                return ValueError(
+                    f"{name}[{bad.position}]={bad.value} on rank {rank} is not an id of the module's vocabulary of "
+                    f"{vocab}: an integer in [0, {vocab})"
+                )
+        return None
