@@ -42,7 +42,8 @@ def plain_category(value: Any) -> Category:
     if isinstance(value, str):
         return str(value)
     raise TypeError(
-        f"a category must be None, bool, int, float, str, bytes or a tuple of these, got {kind.__name__} ({value!r:.60})"
+        "a category must be None, bool, int, float, str, bytes or a tuple of these, "
+        f"got {kind.__name__} ({value!r:.60})"
     )
 
 

@@ -60,7 +60,9 @@ class CompositeDataEncoder(DataEncoder):
         width = len(self.encoders)
         for i, x in enumerate(xs):
             if isinstance(x, (str, bytes)) or not hasattr(x, "__len__"):
-                raise TypeError(f"a Composite takes tuples of {width} fields, got {type(x).__name__} ({x!r:.60}) at index {i}")
+                raise TypeError(
+                    f"a Composite takes tuples of {width} fields, got {type(x).__name__} ({x!r:.60}) at index {i}"
+                )
             if len(x) != width:
                 raise ValueError(f"a Composite takes tuples of {width} fields, got {len(x)} at index {i} ({x!r:.60})")
         columns = [[x[j] for x in xs] for j in range(width)]

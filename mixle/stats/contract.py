@@ -6,8 +6,8 @@ arrays once. Estimators never store data and accumulators never store parameters
 anywhere and the M-step may run anywhere.
 
 Rules, checked by one test suite over every family: scalar and ``seq_`` paths agree; a row of weight zero changes
-nothing; ``combine`` is associative and commutative; the log-density of an impossible value is ``-inf``; a degenerate fit
-returns a proper distribution and says in :attr:`ProbabilityDistribution.repairs` what was repaired.
+nothing; ``combine`` is associative and commutative; the log-density of an impossible value is ``-inf``; a degenerate
+fit returns a proper distribution and says in :attr:`ProbabilityDistribution.repairs` what was repaired.
 """
 
 from __future__ import annotations
@@ -222,7 +222,9 @@ class StatisticAccumulator(ABC):
         if held is None:
             stats[key] = copy.deepcopy(self)
         elif type(held) is not type(self):
-            raise ValueError(f"keys={key!r} is shared by {type(held).__name__} and {type(self).__name__}; tie only alike parts")
+            raise ValueError(
+                f"keys={key!r} is shared by {type(held).__name__} and {type(self).__name__}; tie only alike parts"
+            )
         else:
             held.combine(self.value())
 

@@ -39,7 +39,7 @@ class LeafEncoding(Encoding):
     Args:
         columns: arrays whose **last** axis indexes rows, so that a family's axes are contiguous.
         frame: what the columns are relative to, or None.
-        impossible: ``(n,)`` bool, rows outside the family's support, or None; the columns hold a harmless stand-in there.
+        impossible: ``(n,)`` bool, rows outside the family's support, or None; the columns hold a stand-in there.
         example: the first impossible value, for messages.
     """
 
@@ -75,7 +75,7 @@ class LeafEncoding(Encoding):
 
 
 def row_count(enc: Any) -> int:
-    """Return the number of observations in an encoding: an :class:`Encoding`, or an array with rows on its first axis."""
+    """Return the number of observations in an :class:`Encoding`, or in an array with rows on its first axis."""
     return len(enc)
 
 
@@ -89,7 +89,9 @@ def take_rows(enc: Any, start: int, stop: int) -> Any:
         return enc.rows(start, stop)
     if isinstance(enc, np.ndarray):
         return enc[start:stop]
-    raise TypeError(f"an encoding must be a mixle Encoding or a NumPy array to be cut into rows, got {type(enc).__name__}")
+    raise TypeError(
+        f"an encoding must be a mixle Encoding or a NumPy array to be cut into rows, got {type(enc).__name__}"
+    )
 
 
 def encoding_frames(enc: Any) -> list[Frame | None]:

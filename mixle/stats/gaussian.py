@@ -10,6 +10,7 @@ import numpy as np
 
 from mixle.stats.encoding import LeafEncoding
 from mixle.stats.frames import Centre, Frame, Sums
+from mixle.stats.gaussian_kernels import DiagonalKernel
 from mixle.stats.leaf import (
     Fit,
     LeafAccumulator,
@@ -21,7 +22,7 @@ from mixle.stats.leaf import (
     LeafSampler,
 )
 from mixle.stats.numeric_columns import number_column, supported
-from mixle.stats.policy import data_scale, floor_variance
+from mixle.stats.policy import MAX_MAGNITUDE, data_scale, floor_variance, optional_floor
 from mixle.stats.statistics import LeafStatistic
 from mixle.utils.exact import require_finite_float
 
@@ -48,11 +49,18 @@ class GaussianFamily(LeafFamily[GaussianParams]):
 
     def encode(self, values: Sequence[Any]) -> LeafEncoding:
         x = number_column(values, self.name)
-        return supported(x, np.isfinite(x), 0.0, Centre.of)
+        return supported(x, np.abs(x) <= MAX_MAGNITUDE, 0.0, Centre.of)
 
     def log_density(self, params: GaussianParams, enc: LeafEncoding) -> np.ndarray:
         (x,) = enc.columns
         return -0.5 * (math.log(2 * math.pi * params.sigma2) + np.square(x - params.mu) / params.sigma2)
+
+    def linear(self, params: Sequence[GaussianParams], frame: Frame | None) -> DiagonalKernel | None:
+        if not isinstance(frame, Centre):
+            return None
+        mu, sigma2 = (np.array(column)[:, None] for column in zip(*params, strict=True))
+        kernel = DiagonalKernel(mu, sigma2, frame)
+        return kernel if kernel.exact else None
 
     def statistic_frame(self, frame: Frame | None, params: GaussianParams | None) -> Frame | None:
         return frame.about(np.asarray(params.mu)) if isinstance(frame, Centre) and params is not None else frame
@@ -70,7 +78,9 @@ class GaussianFamily(LeafFamily[GaussianParams]):
         return Fit(GaussianParams(float(frame.point + offset), float(variance)), repairs)
 
     def standard(self, frame: Frame | None) -> GaussianParams:
-        return GaussianParams(0.0, 1.0)
+        if not isinstance(frame, Centre):
+            return GaussianParams(0.0, 1.0)
+        return GaussianParams(float(frame.mean), float(data_scale(frame.mean, frame.variance)))
 
     def sample(self, params: GaussianParams, rng: np.random.Generator, size: int) -> np.ndarray:
         return rng.normal(params.mu, math.sqrt(params.sigma2), size)
@@ -81,7 +91,7 @@ class GaussianFamily(LeafFamily[GaussianParams]):
 
 
 class GaussianDataEncoder(LeafDataEncoder):
-    """Encodes real numbers; infinite values are impossible, NaN and None are refused."""
+    """Encodes real numbers; infinite and overflowing ones are impossible, NaN and None are refused."""
 
 
 class GaussianSampler(LeafSampler):
@@ -156,10 +166,9 @@ class GaussianEstimator(LeafEstimator[GaussianParams]):
         name: str | None = None,
         keys: str | None = None,
     ) -> None:
-        if min_variance is not None:
-            min_variance = require_finite_float(min_variance, "min_variance", exclusive_minimum=0.0)
         prior = None if suff_stat is None else GaussianDistribution(*suff_stat).params
-        self._settle(GaussianFamily(min_variance), pseudo_count, prior, name, keys)
+        family = GaussianFamily(optional_floor(min_variance, "min_variance"))
+        self._settle(family, pseudo_count, prior, name, keys)
 
 
 GaussianDistribution.estimator_type = GaussianEstimator

@@ -1,8 +1,8 @@
 """Leaf families: four pure functions become the five roles.
 
-An author writes a :class:`LeafFamily`: ``encode`` (validate once), ``log_density``, ``statistics`` and ``maximize``, plus
-``sample`` and ``expected``. The role classes here do the rest once for all: combining, tying, priors, serialization,
-impossible rows, repairs. A family's module subclasses the roles only to name them.
+An author writes a :class:`LeafFamily`: ``encode`` (validate once), ``log_density``, ``statistics`` and ``maximize``,
+plus ``sample`` and ``expected``. The role classes here do the rest once for all: combining, tying, priors,
+serialization, impossible rows, repairs. A family's module subclasses the roles only to name them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from mixle.stats.contract import (
 )
 from mixle.stats.encoding import LeafEncoding
 from mixle.stats.frames import Frame, Sums
-from mixle.stats.policy import Repair
+from mixle.stats.linear import LinearKernel
+from mixle.stats.policy import MIN_MASS, Repair
 from mixle.stats.statistics import LeafStatistic, add_leaf_statistics
 from mixle.utils.exact import require_finite_float
 
@@ -92,6 +93,10 @@ class LeafFamily(ABC, Generic[P]):
     def expected(self, params: P) -> LeafStatistic:
         """Return the expected statistic of one observation under ``params``: what one pseudo-observation adds."""
 
+    def linear(self, params: Sequence[P], frame: Frame | None) -> LinearKernel | None:
+        """Return a kernel that scores and gathers for several parameters at once; None if there is no exact one."""
+        return None
+
     def uniform_prior(self, frame: Frame | None) -> LeafStatistic:
         """Return the statistic of one pseudo-observation spread evenly over what was seen.
 
@@ -124,6 +129,8 @@ class LeafDistribution(ProbabilityDistribution, Generic[P]):
         return self._repairs
 
     def seq_log_density(self, enc: LeafEncoding) -> np.ndarray:
+        if not len(enc):
+            return np.zeros(0)
         log_density = self.family.log_density(self.params, enc)
         if enc.impossible is not None:
             log_density = np.where(enc.impossible, -np.inf, log_density)
@@ -152,7 +159,7 @@ class LeafDistribution(ProbabilityDistribution, Generic[P]):
         return self
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.to_dict() == other.to_dict()  # type: ignore[attr-defined]
+        return type(self) is type(other) and self.to_dict() == other.to_dict()
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -302,7 +309,7 @@ class LeafEstimator(ParameterEstimator, Generic[P]):
         return dist
 
     def _fit(self, statistic: LeafStatistic, before: P | None) -> Fit[P]:
-        if statistic.sums and np.sum(statistic.sums[0]) > 0:
+        if statistic.sums and np.sum(statistic.sums[0]) > MIN_MASS:
             return self.family.maximize(statistic.sums, statistic.frame, before)
         if before is not None:
             return Fit(before, (Repair("params", "no observation has weight; kept the previous parameters"),))
@@ -324,7 +331,7 @@ def family_params(family: LeafFamily[P], dist: ProbabilityDistribution | None) -
     if dist is None:
         return None
     if isinstance(dist, LeafDistribution) and type(dist.family) is type(family):
-        return dist.params  # type: ignore[no-any-return]
+        return dist.params
     raise TypeError(f"the previous estimate of a {family.name} must be a {family.name}, got {type(dist).__name__}")
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from mixle.stats.component_stack import ComponentStack, stack_components
 from mixle.stats.contract import (
     AccumulatorFactory,
     DataEncoder,
@@ -36,8 +37,8 @@ __all__ = [
     "MixtureSampler",
 ]
 
-# Half of a common L2 cache: the block's columns, its log-densities and one component's temporaries.
-_BLOCK_BYTES = 1 << 19
+# Blocks that stay in a common last-level cache, and are long enough that calls cost little beside arithmetic.
+_BLOCK_BYTES = 1 << 21
 
 # At initialization every component sees a little of every row, so that none starts without observations.
 _SHARED_SHARE = 1e-3
@@ -80,9 +81,7 @@ class MixtureDataEncoder(DataEncoder):
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, MixtureDataEncoder)
-            and self.encoders == other.encoders
-            and self.part_of == other.part_of
+            isinstance(other, MixtureDataEncoder) and self.encoders == other.encoders and self.part_of == other.part_of
         )
 
     def __hash__(self) -> int:
@@ -130,23 +129,33 @@ class MixtureDistribution(ProbabilityDistribution):
 
     def seq_component_log_density(self, enc: MixtureEncoding) -> np.ndarray:
         """Return ``log w_j + log p_j(x_i)``, shape ``(k, n)``."""
-        joint = np.empty((len(self.components), len(enc)))
-        for j, (component, part) in enumerate(zip(self.components, self._encoder.part_of, strict=True)):
-            np.add(component.seq_log_density(enc.parts[part]), self.log_w[j], out=joint[j])
-        return joint
+        return self._stack(enc).score(self._encodings(enc))[0]
 
     def seq_log_density(self, enc: MixtureEncoding) -> np.ndarray:
         out = np.empty(len(enc))
-        for start, stop in row_blocks(enc, len(self.components)):
-            out[start:stop] = _responsibilities(self.seq_component_log_density(enc.rows(start, stop)))
+        stack = self._stack(enc)
+        for start, stop in row_blocks(len(enc), stack.row_bytes):
+            joint, _ = stack.score(self._encodings(enc.rows(start, stop)))
+            top, total = _exponentiate(joint)
+            with np.errstate(divide="ignore"):
+                np.add(np.log(total), top, out=out[start:stop])
         return out
 
     def seq_posterior(self, enc: MixtureEncoding) -> np.ndarray:
-        """Return the probability of each component given each observation, shape ``(k, n)``; NaN for impossible rows."""
+        """Return the probability of each component given each observation, shape ``(k, n)``.
+
+        It is NaN where no component can produce the observation.
+        """
         joint = self.seq_component_log_density(enc)
-        evidence = _responsibilities(joint)
-        joint[:, np.isneginf(evidence)] = np.nan
+        _, total = _exponentiate(joint)
+        joint /= np.where(total > 0, total, np.nan)
         return joint
+
+    def _stack(self, enc: MixtureEncoding) -> ComponentStack:
+        return stack_components(self.components, self.log_w, self._encodings(enc))
+
+    def _encodings(self, enc: MixtureEncoding) -> list[Any]:
+        return [enc.parts[part] for part in self._encoder.part_of]
 
     def sampler(self, seed: int | np.random.Generator | None = None) -> MixtureSampler:
         return MixtureSampler(self, seed)
@@ -175,33 +184,23 @@ class MixtureDistribution(ProbabilityDistribution):
         return f"MixtureDistribution({list(self.components)!r}, w={self.w.tolist()!r})"
 
 
-def row_blocks(enc: Any, k: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of row blocks whose working set fits the cache."""
-    n = len(enc)
-    per_row = enc.nbytes / max(n, 1) * 3 + 24 * k
-    size = max(64, int(_BLOCK_BYTES / per_row))
-    for start in range(0, n, size):
+def row_blocks(n: int, row_bytes: float) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of row blocks whose working set fits the cache; one empty block for no rows."""
+    size = max(64, int(_BLOCK_BYTES / row_bytes))
+    for start in range(0, max(n, 1), size):
         yield start, min(start + size, n)
 
 
-def _responsibilities(joint: np.ndarray) -> np.ndarray:
-    """Turn ``(k, n)`` joint log-densities into responsibilities in place; return the ``(n,)`` log-evidence.
+def _exponentiate(joint: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Turn ``(k, n)`` log-densities in place into ``exp(joint - top)``; return ``top`` and the column sums, ``(n,)``.
 
-    A row that no component can produce gets zero responsibilities and ``-inf``.
+    The sum is zero for a row that no component can produce, and at least one elsewhere.
     """
     top = joint.max(axis=0)
-    impossible = np.isneginf(top)
-    if impossible.any():
-        top[impossible] = 0.0
+    top[top == -np.inf] = 0.0
     joint -= top
     np.exp(joint, out=joint)
-    total = joint.sum(axis=0)
-    with np.errstate(divide="ignore"):
-        evidence = np.log(total) + top
-    if impossible.any():
-        total[impossible] = 1.0
-    joint /= total
-    return np.asarray(evidence)
+    return top, joint.sum(axis=0)
 
 
 class MixtureSampler(Sampler):
@@ -237,27 +236,21 @@ class MixtureAccumulator(StatisticAccumulator):
     def seq_update(self, enc: MixtureEncoding, weights: np.ndarray, estimate: ProbabilityDistribution | None) -> None:
         if not isinstance(estimate, MixtureDistribution) or len(estimate.components) != len(self.accumulators):
             raise TypeError(
-                f"updating a mixture of {len(self.accumulators)} components needs a previous estimate of that kind, got "
-                f"{estimate!r:.60}; start with seq_initialize or optimize"
+                f"updating a mixture of {len(self.accumulators)} components needs a previous estimate of that kind, "
+                f"got {estimate!r:.60}; start with seq_initialize or optimize"
             )
-        if not len(enc):
-            self._add_block(enc, np.zeros((len(self.accumulators), 0)), estimate.components)
-        for start, stop in row_blocks(enc, len(self.accumulators)):
-            block = enc.rows(start, stop)
-            joint = estimate.seq_component_log_density(block)
-            evidence = _responsibilities(joint)
-            joint *= weights[start:stop]
-            self._add_block(block, joint, estimate.components)
-            lost = np.isneginf(evidence)
+        stack = estimate._stack(enc)
+        for start, stop in row_blocks(len(enc), stack.row_bytes):
+            joint, block = stack.score(estimate._encodings(enc.rows(start, stop)))
+            _, total = _exponentiate(joint)
+            lost = total == 0
             if lost.any():
                 self.impossible += float(weights[start:stop][lost].sum())
-
-    def _add_block(
-        self, block: MixtureEncoding, joint: np.ndarray, components: Sequence[ProbabilityDistribution | None]
-    ) -> None:
-        self.counts += joint.sum(axis=1)
-        for j, accumulator in enumerate(self.accumulators):
-            accumulator.seq_update(block.parts[self._encoder.part_of[j]], joint[j], components[j])
+                total[lost] = 1.0
+            joint *= weights[start:stop] / total
+            self.counts += joint.sum(axis=1)
+            stack.add(block, joint, self.accumulators)
+        stack.finish(self.accumulators)
 
     def seq_initialize(self, enc: MixtureEncoding, weights: np.ndarray, rng: RowDraws) -> None:
         k = len(self.accumulators)

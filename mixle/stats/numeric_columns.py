@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,28 @@ import numpy as np
 from mixle.stats.encoding import LeafEncoding
 from mixle.stats.frames import Frame
 
-__all__ = ["number_column", "supported", "vector_columns"]
+__all__ = ["finite_vector", "number_column", "supported", "vector_columns"]
 
 
-def number_column(values: Sequence[Any], family: str) -> np.ndarray:
+def finite_vector(value: Any, name: str, size: int | None = None) -> np.ndarray:
+    """Return a parameter as a ``(size,)`` float64 vector, a copy.
+
+    Raises:
+        TypeError: it is no vector of numbers.
+        ValueError: it is empty, has another length, or holds NaN or an infinity.
+    """
+    try:
+        vector = np.array(value, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}={value!r:.80} must be a vector of real numbers") from error
+    if vector.ndim != 1 or not vector.size or (size is not None and vector.size != size):
+        raise ValueError(f"{name} must be a vector of {size or 'at least one'} numbers, got shape {vector.shape}")
+    if not np.isfinite(vector).all():
+        raise ValueError(f"{name}={vector.tolist()!r:.80} must be finite")
+    return vector
+
+
+def number_column(values: Any, family: str) -> np.ndarray:
     """Return ``values`` as ``(n,)`` float64.
 
     Raises:
@@ -39,7 +57,7 @@ def number_column(values: Sequence[Any], family: str) -> np.ndarray:
     return column
 
 
-def vector_columns(values: Sequence[Any], family: str, dim: int | None) -> np.ndarray:
+def vector_columns(values: Any, family: str, dim: int | None) -> np.ndarray:
     """Return vectors as ``(d, n)`` float64, one row of the result per axis.
 
     Raises:
@@ -55,7 +73,9 @@ def vector_columns(values: Sequence[Any], family: str, dim: int | None) -> np.nd
                 raise TypeError(f"{family} takes vectors, got {type(value).__name__} ({value!r:.60}) at index {i}")
             width = len(value) if width is None else width
             if len(value) != width:
-                raise ValueError(f"{family} takes vectors of {width} numbers, got {len(value)} at index {i} ({value!r:.60})")
+                raise ValueError(
+                    f"{family} takes vectors of {width} numbers, got {len(value)} at index {i} ({value!r:.60})"
+                )
         try:
             values = np.array(values)
         except ValueError as error:
@@ -69,7 +89,9 @@ def vector_columns(values: Sequence[Any], family: str, dim: int | None) -> np.nd
     missing = np.isnan(columns).any(axis=0)
     if missing.any():
         i = int(np.argmax(missing))
-        raise ValueError(f"{family} takes vectors of real numbers, got NaN at index {i} ({values[i].tolist()!r:.60}); drop the row")
+        raise ValueError(
+            f"{family} takes vectors of real numbers, got NaN at index {i} ({values[i].tolist()!r:.60}); drop the row"
+        )
     return columns
 
 

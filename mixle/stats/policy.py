@@ -4,7 +4,9 @@
   that rescaling the data rescales the fit. Data without spread uses ``max(1, mean**2)`` as its scale.
 * A covariance has its eigenvalues floored in the units of that per-axis scale.
 * A part that no observation reaches (an empty component, an unseen row) keeps its previous parameters; without any, it
-  gets the family's standard parameters.
+  gets the family's standard parameters. A total weight of :data:`MIN_MASS` or less is none: below it, products with
+  data lose their digits to underflow.
+* A real number beyond :data:`MAX_MAGNITUDE` is impossible, as infinity is: its products with others overflow.
 * A row that no component can produce is left out of the statistic and counted.
 
 Every repair is reported as a :class:`Repair` in the fitted model's ``repairs``.
@@ -17,9 +19,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-__all__ = ["MIN_VARIANCE_RATIO", "Repair", "data_scale", "floor_covariance", "floor_variance", "within"]
+from mixle.utils.exact import require_finite_float
+
+__all__ = [
+    "MAX_MAGNITUDE",
+    "MIN_MASS",
+    "MIN_VARIANCE_RATIO",
+    "Repair",
+    "data_scale",
+    "floor_covariance",
+    "floor_variance",
+    "optional_floor",
+    "within",
+]
 
 MIN_VARIANCE_RATIO = 1e-6
+MIN_MASS = 1e-200
+MAX_MAGNITUDE = 1e100
 
 
 @dataclass(frozen=True)
@@ -50,6 +66,11 @@ def data_scale(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
     # Rounding alone gives constant data a variance of about eps**2 * mean**2.
     spread = variance > 1e-28 * np.square(mean)
     return np.where(spread, variance, np.maximum(1.0, np.square(mean)))
+
+
+def optional_floor(value: float | None, name: str) -> float | None:
+    """Return an absolute floor that a user gave: a finite number above zero, or None for the relative one."""
+    return None if value is None else require_finite_float(value, name, exclusive_minimum=0.0)
 
 
 def floor_variance(
@@ -86,7 +107,7 @@ def floor_covariance(
     if values[0] >= floor:
         return covariance, ()
     repaired = (vectors * np.maximum(values, floor)) @ vectors.T * np.outer(unit, unit)
-    reason = f"{int(np.sum(values < floor))} of {len(values)} eigenvalues below the floor; raised to {floor:.3g} of the data's scale"
-    if minimum is not None:
-        reason = f"{int(np.sum(values < floor))} of {len(values)} eigenvalues below the floor; raised to {floor:.3g}"
+    unit_name = " of the data's scale" if minimum is None else ""
+    low = int(np.sum(values < floor))
+    reason = f"{low} of {len(values)} eigenvalues below the floor; raised to {floor:.3g}{unit_name}"
     return (repaired + repaired.T) / 2, (Repair(parameter, reason),)

@@ -1,7 +1,7 @@
 """Random numbers that belong to rows, not to the order in which rows are visited.
 
-Initialization draws by global row: row ``i`` gets the same numbers whether it is the first row of the third shard or the
-thirtieth of the only one. Each draw is a hash of (seed, stream, row, position), so nothing has to be skipped or sent.
+Initialization draws by global row: row ``i`` gets the same numbers whether it is the first row of the third shard or
+the thirtieth of the only one. Each draw is a hash of (seed, stream, row, position): nothing has to be skipped or sent.
 The hash is the finalizer of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
 """
 
@@ -63,7 +63,7 @@ class RowDraws:
         return RowDraws(int(child[0] >> np.uint64(1)), self.ids)
 
     def elements(self, lengths: np.ndarray) -> RowDraws:
-        """Return draws for the elements of ragged rows: ``lengths`` is ``(n,)``, the result has ``lengths.sum()`` rows."""
+        """Return draws for the elements of rows with ``lengths`` of shape ``(n,)``: ``lengths.sum()`` of them."""
         lengths = np.asarray(lengths, dtype=np.int64)
         starts = np.cumsum(lengths) - lengths
         position = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(starts, lengths)

@@ -1,8 +1,8 @@
 """Sufficient statistics as trees, and their flat form.
 
 A statistic is a tree of tuples, lists and dicts whose leaves are float64 arrays and floats (sums), and
-:class:`LeafStatistic` nodes (sums in a frame). Everything that is a float is additive; everything else is structure. Two
-statistics of equal :func:`layout` are added by adding their :func:`pack` vectors, so one collective reduces them.
+:class:`LeafStatistic` nodes (sums in a frame). Everything that is a float is additive; everything else is structure.
+Two statistics of equal :func:`layout` are added by adding their :func:`pack` vectors, so one collective reduces them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,125 @@
+"""The components of a mixture as one thing: scored and gathered together where their family allows it.
+
+A stack scores ``k`` distributions into a ``(k, n)`` array and later adds weighted rows to their ``k`` statistics. Leaf
+components of one family that has a linear kernel do both by matrix products; records are stacked field by field; any
+other components take turns.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mixle.stats.contract import ProbabilityDistribution, StatisticAccumulator
+from mixle.stats.encoding import LeafEncoding
+from mixle.stats.leaf import LeafDistribution
+from mixle.stats.linear import LinearKernel
+
+__all__ = ["ComponentStack", "stack_components"]
+
+
+class Workspace:
+    """Memory for one array, used again and again."""
+
+    def __init__(self) -> None:
+        self._flat = np.empty(0)
+
+    def array(self, rows: int, columns: int) -> np.ndarray:
+        """Return an uninitialized ``(rows, columns)`` array over this memory."""
+        if self._flat.size < rows * columns:
+            self._flat = np.empty(rows * columns)
+        return self._flat[: rows * columns].reshape(rows, columns)
+
+
+class ComponentStack(ABC):
+    """``k`` distributions with log-weights, for one pass over row blocks of the encodings that it was made for.
+
+    Encodings are given as a sequence of ``k``, one for each component; components that encode alike share theirs. A
+    block's arrays are overwritten by the next block's: fresh memory for each costs more than the arithmetic.
+    """
+
+    #: bytes that a row of a block occupies while it is scored
+    row_bytes: float
+
+    @abstractmethod
+    def score(self, encs: Sequence[Any]) -> tuple[np.ndarray, Any]:
+        """Return a block's weighted log-densities, ``(k, n)``, and what :meth:`add` needs to know of the block."""
+
+    @abstractmethod
+    def add(self, block: Any, weights: np.ndarray, accumulators: Sequence[StatisticAccumulator]) -> None:
+        """Add a scored block's rows with ``(k, n)`` weights; they may reach the accumulators only at :meth:`finish`."""
+
+    def finish(self, accumulators: Sequence[StatisticAccumulator]) -> None:  # noqa: B027  (most stacks hold nothing back)
+        """Hand over what :meth:`add` held back."""
+
+
+class TurnStack(ComponentStack):
+    """Components that take turns."""
+
+    def __init__(self, dists: Sequence[ProbabilityDistribution], log_w: np.ndarray, encs: Sequence[Any]) -> None:
+        self.dists, self.log_w = dists, log_w
+        self.joint = Workspace()
+        distinct = {id(e): e for e in encs}.values()
+        self.row_bytes = 24 * len(dists) + sum(3 * e.nbytes / max(len(e), 1) for e in distinct)
+
+    def score(self, encs: Sequence[Any]) -> tuple[np.ndarray, Any]:
+        joint = self.joint.array(len(self.dists), len(encs[0]))
+        for row, dist, log_w, enc in zip(joint, self.dists, self.log_w, encs, strict=True):
+            np.add(dist.seq_log_density(enc), log_w, out=row)
+        return joint, encs
+
+    def add(self, block: Any, weights: np.ndarray, accumulators: Sequence[StatisticAccumulator]) -> None:
+        for accumulator, enc, w, dist in zip(accumulators, block, weights, self.dists, strict=True):
+            accumulator.seq_update(enc, w, dist)
+
+
+class LinearStack(ComponentStack):
+    """Leaf components of one family, by its linear kernel."""
+
+    def __init__(self, kernel: LinearKernel, log_w: np.ndarray) -> None:
+        self.kernel = kernel
+        self.constants = (kernel.constants + log_w)[:, None]
+        self.joint, self.features = Workspace(), Workspace()
+        k, features = kernel.coefficients.shape
+        self.row_bytes = 8 * features + 16 * k
+        self.weight = np.zeros(k)
+        self.totals = np.zeros((k, features))
+
+    def score(self, encs: Sequence[LeafEncoding]) -> tuple[np.ndarray, Any]:
+        k, count = self.kernel.coefficients.shape
+        n = len(encs[0])
+        features = self.features.array(count, n)
+        self.kernel.write_features(encs[0], features)
+        joint = np.matmul(self.kernel.coefficients, features, out=self.joint.array(k, n))
+        joint += self.constants
+        if encs[0].impossible is not None:
+            joint[:, encs[0].impossible] = -np.inf
+        return joint, features
+
+    def add(self, block: np.ndarray, weights: np.ndarray, accumulators: Sequence[StatisticAccumulator]) -> None:
+        self.weight += weights.sum(axis=1)
+        self.totals += weights @ block.T
+
+    def finish(self, accumulators: Sequence[StatisticAccumulator]) -> None:
+        for accumulator, weight, totals in zip(accumulators, self.weight, self.totals, strict=True):
+            accumulator.combine(self.kernel.statistic(weight, totals))
+
+
+def stack_components(
+    dists: Sequence[ProbabilityDistribution], log_w: np.ndarray, encs: Sequence[Any]
+) -> ComponentStack:
+    """Return the stack for components, their ``(k,)`` log-weights and their encodings, one for each component."""
+    kernel = _linear_kernel(dists, encs)
+    return TurnStack(dists, log_w, encs) if kernel is None else LinearStack(kernel, log_w)
+
+
+def _linear_kernel(dists: Sequence[ProbabilityDistribution], encs: Sequence[Any]) -> LinearKernel | None:
+    leaves = [d for d in dists if isinstance(d, LeafDistribution)]
+    enc = encs[0]
+    alike = len(leaves) == len(dists) and len({type(d.family) for d in leaves}) == 1 and all(e is enc for e in encs)
+    if not alike or not isinstance(enc, LeafEncoding) or not len(enc):
+        return None
+    return leaves[0].family.linear([d.params for d in leaves], enc.frame)
