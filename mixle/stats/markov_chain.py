@@ -47,7 +47,7 @@ class MarkovChainEncoding(Encoding):
 
     Args:
         initial: the first states of the sequences that have one, against a vocabulary of states.
-        initial_bounds: ``(n + 1,)`` int64; sequence ``i`` owns first states ``[bounds[i], bounds[i + 1])``: one or none.
+        initial_bounds: ``(n + 1,)`` int64; sequence ``i`` owns first states ``[bounds[i], bounds[i + 1])``.
         transitions: all transitions, against a vocabulary of pairs.
         transition_bounds: ``(n + 1,)`` int64, likewise.
         lengths: the encoded lengths.
@@ -104,7 +104,7 @@ class MarkovChainDataEncoder(DataEncoder):
 
     def seq_encode(self, xs: Sequence[Any]) -> MarkovChainEncoding:
         for i, x in enumerate(xs):
-            if not isinstance(x, (list, tuple, np.ndarray)) or np.ndim(x) > 1 and isinstance(x, np.ndarray):
+            if not isinstance(x, (list, tuple, np.ndarray)) or (isinstance(x, np.ndarray) and x.ndim != 1):
                 raise TypeError(
                     f"a MarkovChain takes sequences (list, tuple or 1-D array), got {type(x).__name__} ({x!r:.60}) "
                     f"at index {i}"
