@@ -31,7 +31,7 @@ def plain_category(value: Any) -> Category:
     kind = type(value)
     if kind in _PLAIN:
         return value
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         return plain_category(value.item())
     if kind is float:
         if value != value:

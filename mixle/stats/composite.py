@@ -16,7 +16,7 @@ from mixle.stats.contract import (
     StatisticAccumulator,
     m_step,
 )
-from mixle.stats.encoding import Encoding, LeafEncoding, row_count, take_rows
+from mixle.stats.encoding import Encoding, LeafEncoding, any_impossible, row_count, take_rows
 from mixle.stats.policy import Repair, within
 from mixle.stats.row_draws import RowDraws
 
@@ -48,6 +48,9 @@ class CompositeEncoding(Encoding):
     @property
     def nbytes(self) -> int:
         return sum(f.nbytes for f in self.fields)
+
+    def impossible_rows(self) -> np.ndarray | None:
+        return any_impossible(self.fields)
 
 
 class CompositeDataEncoder(DataEncoder):

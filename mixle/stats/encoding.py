@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import numpy as np
 
 from mixle.stats.frames import Frame, Sums, join_frames
 
-__all__ = ["Encoding", "LeafEncoding", "encoding_frames", "join_all", "reframe_encoding", "row_count", "take_rows"]
+__all__ = [
+    "Encoding",
+    "LeafEncoding",
+    "any_impossible",
+    "encoding_frames",
+    "impossible_rows",
+    "join_all",
+    "reframe_encoding",
+    "row_count",
+    "take_rows",
+]
 
 
 class Encoding(ABC):
@@ -31,6 +41,10 @@ class Encoding(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """The size of the arrays in bytes."""
+
+    @abstractmethod
+    def impossible_rows(self) -> np.ndarray | None:
+        """Return which observations lie outside the support whatever the parameters, ``(n,)`` bool; None for none."""
 
 
 class LeafEncoding(Encoding):
@@ -73,6 +87,9 @@ class LeafEncoding(Encoding):
     def nbytes(self) -> int:
         return sum(c.nbytes for c in self.columns)
 
+    def impossible_rows(self) -> np.ndarray | None:
+        return self.impossible
+
 
 def row_count(enc: Any) -> int:
     """Return the number of observations in an :class:`Encoding`, or in an array with rows on its first axis."""
@@ -92,6 +109,17 @@ def take_rows(enc: Any, start: int, stop: int) -> Any:
     raise TypeError(
         f"an encoding must be a mixle Encoding or a NumPy array to be cut into rows, got {type(enc).__name__}"
     )
+
+
+def impossible_rows(enc: Any) -> np.ndarray | None:
+    """Return :meth:`Encoding.impossible_rows`; None for encodings of other libraries."""
+    return enc.impossible_rows() if isinstance(enc, Encoding) else None
+
+
+def any_impossible(encs: Iterable[Any]) -> np.ndarray | None:
+    """Return the rows that are impossible in any of several encodings of the same rows."""
+    masks = [m for m in map(impossible_rows, encs) if m is not None]
+    return np.logical_or.reduce(masks) if masks else None
 
 
 def encoding_frames(enc: Any) -> list[Frame | None]:

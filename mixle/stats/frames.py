@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
@@ -19,7 +20,17 @@ import numpy as np
 
 from mixle.stats.categories import Category, category_from_json, category_to_json, ordered_categories
 
-__all__ = ["Centre", "Frame", "IntegerRange", "Sums", "Vocabulary", "frame_from_json", "frame_to_json", "join_frames"]
+__all__ = [
+    "Centre",
+    "Frame",
+    "FrameMemo",
+    "IntegerRange",
+    "Sums",
+    "Vocabulary",
+    "frame_from_json",
+    "frame_to_json",
+    "join_frames",
+]
 
 Sums = tuple[np.ndarray, ...]
 
@@ -104,6 +115,23 @@ def frame_from_json(plain: Any) -> Frame | None:
     return Frame._kinds[plain[0]].from_plain(plain[1])
 
 
+class FrameMemo:
+    """What a model's parameters come to in the frame that was asked for last; not pickled."""
+
+    def __init__(self) -> None:
+        self._frame: Frame | None = None
+        self._value: Any = None
+
+    def get(self, frame: Any, make: Callable[[Any], Any]) -> Any:
+        """Return ``make(frame)``, from memory if ``frame`` is the object of the last call."""
+        if self._frame is not frame:
+            self._value, self._frame = make(frame), frame
+        return self._value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrameMemo, ()
+
+
 class Vocabulary(Frame):
     """Distinct categories in canonical order; one sum per category, on the last axis of each array.
 
@@ -123,8 +151,10 @@ class Vocabulary(Frame):
         return len(self.categories)
 
     def positions_in(self, target: Vocabulary) -> np.ndarray:
-        """Return the position in ``target`` of each of this vocabulary's categories, ``(len(self),)`` int64."""
-        return np.array([target.index[c] for c in self.categories], dtype=np.int64)
+        """Return the position in ``target`` of each of these categories, -1 for none, ``(len(self),)`` int64."""
+        if target is self:
+            return np.arange(len(self))
+        return np.fromiter((target.index.get(c, -1) for c in self.categories), np.int64, len(self))
 
     def join(self, other: Vocabulary) -> Vocabulary:
         return Vocabulary(self.categories + other.categories)
@@ -184,7 +214,7 @@ class Centre(Frame):
 
     Centring keeps second moments exact for data far from zero. The data's own mean and variance set the scale of
     variance floors. Sums are ``(w, s1, s2)``: total weight ``()``, first moments ``(d,)`` or ``()``, second moments
-    ``(d, d)``, ``(d,)`` or ``()``, about ``point``.
+    ``(d, d)``, ``(d,)`` or ``()``, about ``point``; or ``(w, s1)`` alone.
 
     Args:
         point: ``(d,)`` or ``()`` float64.
@@ -224,16 +254,20 @@ class Centre(Frame):
         return Centre(point, count, mean, m2)
 
     def rebase(self, sums: Sums, target: Centre) -> Sums:
-        w, s1, s2 = sums
+        w, s1, *rest = sums
         shift = self.point - target.point
+        moved = s1 + w * shift
+        if not rest:
+            return w, moved
+        (s2,) = rest
         if s2.ndim == 2:
             cross = np.outer(shift, s1)
-            return w, s1 + w * shift, s2 + cross + cross.T + w * np.outer(shift, shift)
-        return w, s1 + w * shift, s2 + 2 * shift * s1 + w * np.square(shift)
+            return w, moved, s2 + cross + cross.T + w * np.outer(shift, shift)
+        return w, moved, s2 + 2 * shift * s1 + w * np.square(shift)
 
     def adopt(self, sums: Sums) -> Sums:
         shape = self.point.shape
-        return np.zeros(()), np.zeros(shape), np.zeros(shape * 2 if sums[2].ndim == 2 else shape)
+        return np.zeros(()), *(np.zeros(shape * 2 if s.ndim == 2 else shape) for s in sums[1:])
 
     def adopt_columns(self, columns: Sums) -> Sums:
         return (np.zeros((*self.point.shape, 0)),)

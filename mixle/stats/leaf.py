@@ -59,7 +59,7 @@ class LeafFamily(ABC, Generic[P]):
     name: ClassVar[str]
 
     @abstractmethod
-    def encode(self, values: Sequence[Any]) -> LeafEncoding:
+    def encode(self, values: Any) -> LeafEncoding:
         """Validate ``values`` and return their columns, with the frame of these values alone."""
 
     @abstractmethod
@@ -187,6 +187,15 @@ class LeafDataEncoder(DataEncoder):
 
     def seq_encode(self, xs: Sequence[Any]) -> LeafEncoding:
         return self.family.encode(xs)
+
+    def encode_stream(self, tokens: np.ndarray, previous: int | None) -> LeafEncoding:
+        """Return the encoding of a segment of one long stream of tokens: each is an observation of its own.
+
+        Args:
+            tokens: ``(n,)`` int64.
+            previous: the token before the segment, None at the start of the stream.
+        """
+        return self.family.encode(tokens)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LeafDataEncoder) and self._key() == other._key()

@@ -21,7 +21,7 @@ from mixle.stats.contract import (
     StatisticAccumulator,
     m_step,
 )
-from mixle.stats.encoding import Encoding, LeafEncoding, take_rows
+from mixle.stats.encoding import Encoding, LeafEncoding, impossible_rows, take_rows
 from mixle.stats.frames import Frame, Vocabulary
 from mixle.stats.null import NullDistribution, NullEstimator
 from mixle.stats.policy import Repair, within
@@ -90,6 +90,9 @@ class MarkovChainEncoding(Encoding):
     @property
     def nbytes(self) -> int:
         return int(self.initial.nbytes + self.transitions.nbytes + self.lengths.nbytes + 16 * len(self.initial_bounds))
+
+    def impossible_rows(self) -> np.ndarray | None:
+        return impossible_rows(self.lengths)
 
 
 def _owners(bounds: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from mixle.stats.contract import (
     StatisticAccumulator,
     m_step,
 )
-from mixle.stats.encoding import Encoding, LeafEncoding, row_count, take_rows
+from mixle.stats.encoding import Encoding, LeafEncoding, impossible_rows, row_count, take_rows
 from mixle.stats.leaf import resolve_prior
 from mixle.stats.policy import Repair, within
 from mixle.stats.row_draws import RowDraws
@@ -62,6 +62,10 @@ class MixtureEncoding(Encoding):
     @property
     def nbytes(self) -> int:
         return sum(p.nbytes for p in self.parts)
+
+    def impossible_rows(self) -> np.ndarray | None:
+        masks = [m for m in map(impossible_rows, self.parts) if m is not None]
+        return np.logical_and.reduce(masks) if len(masks) == len(self.parts) else None
 
 
 class MixtureDataEncoder(DataEncoder):
@@ -231,7 +235,7 @@ class MixtureAccumulator(StatisticAccumulator):
         self.weight_key, self.component_key = keys
         self.counts = np.zeros(len(self.accumulators))
         self.impossible = 0.0
-        self._encoder = MixtureDataEncoder([a.acc_to_encoder() for a in self.accumulators])
+        self._encoder = MixtureDataEncoder([a.acc_to_encoder() for a in accumulators])
 
     def seq_update(self, enc: MixtureEncoding, weights: np.ndarray, estimate: ProbabilityDistribution | None) -> None:
         if not isinstance(estimate, MixtureDistribution) or len(estimate.components) != len(self.accumulators):
@@ -248,17 +252,27 @@ class MixtureAccumulator(StatisticAccumulator):
                 self.impossible += float(weights[start:stop][lost].sum())
                 total[lost] = 1.0
             joint *= weights[start:stop] / total
-            self.counts += joint.sum(axis=1)
+            self.counts = self.counts + joint.sum(axis=1)
             stack.add(block, joint, self.accumulators)
         stack.finish(self.accumulators)
 
     def seq_initialize(self, enc: MixtureEncoding, weights: np.ndarray, rng: RowDraws) -> None:
-        k = len(self.accumulators)
-        chosen = (rng.uniform(1)[0] * k).astype(np.int64)
-        for j, accumulator in enumerate(self.accumulators):
-            share = np.where(chosen == j, 1.0 - _SHARED_SHARE * (k - 1) / k, _SHARED_SHARE / k) * weights
-            self.counts[j] += share.sum()
-            accumulator.seq_initialize(enc.parts[self._encoder.part_of[j]], share, rng.stream(j))
+        # A row goes mostly to one of the components that can produce it, drawn evenly; the others get a little.
+        parts = [enc.parts[part] for part in self._encoder.part_of]
+        masks = [impossible_rows(part) for part in parts]
+        able = [np.ones(len(enc)) if mask is None else (~mask).astype(np.float64) for mask in masks]
+        choices = np.sum(able, axis=0)
+        self.impossible += float(weights[choices == 0].sum())
+        choices[choices == 0] = 1.0
+        chosen = np.floor(rng.uniform(1)[0] * choices)
+        passed = np.zeros(len(enc))
+        counts = []
+        for j, (accumulator, part) in enumerate(zip(self.accumulators, parts, strict=True)):
+            share = weights * able[j] * ((chosen == passed) * (1.0 - _SHARED_SHARE) + _SHARED_SHARE / choices)
+            passed += able[j]
+            counts.append(share.sum())
+            accumulator.seq_initialize(part, share, rng.stream(j))
+        self.counts = self.counts + counts
 
     def combine(self, suff_stat: MixtureStatistic) -> Self:
         counts, components, impossible = suff_stat
@@ -362,7 +376,8 @@ class MixtureEstimator(ParameterEstimator):
         if self.fixed_weights is not None:
             w = self.fixed_weights
         else:
-            w = weights_from_counts(counts, self.pseudo_count, self.prior)
+            held = previous.w if isinstance(previous, MixtureDistribution) and len(previous.w) == k else None
+            w = weights_from_counts(counts, self.pseudo_count, self.prior, held)
         mixture = MixtureDistribution(components, w, name=self.name)
         if impossible > 0:
             reason = f"rows of total weight {impossible:g} are impossible under every component; left out"

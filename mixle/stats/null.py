@@ -44,6 +44,9 @@ class NullEncoding(Encoding):
     def map_leaves(self, change: Callable[[LeafEncoding], LeafEncoding]) -> NullEncoding:
         return self
 
+    def impossible_rows(self) -> None:
+        return None
+
 
 class NullDataEncoder(DataEncoder):
     """Takes any values."""

@@ -17,7 +17,7 @@ from mixle.stats.contract import (
     StatisticAccumulator,
     m_step,
 )
-from mixle.stats.encoding import Encoding, LeafEncoding, take_rows
+from mixle.stats.encoding import Encoding, LeafEncoding, impossible_rows, take_rows
 from mixle.stats.policy import Repair, within
 from mixle.stats.row_draws import RowDraws
 from mixle.stats.simplex import weights_from_counts
@@ -69,6 +69,14 @@ class OptionalEncoding(Encoding):
     @property
     def nbytes(self) -> int:
         return int(self.values.nbytes + 9 * len(self.present))
+
+    def impossible_rows(self) -> np.ndarray | None:
+        bad = impossible_rows(self.values)
+        if bad is None:
+            return None
+        mask = np.zeros(len(self), dtype=bool)
+        mask[self.present] = bad
+        return mask
 
 
 class OptionalDataEncoder(DataEncoder):

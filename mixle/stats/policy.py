@@ -3,6 +3,8 @@
 * A variance is floored at :data:`MIN_VARIANCE_RATIO` times the variance of the whole encoded data along that axis, so
   that rescaling the data rescales the fit. Data without spread uses ``max(1, mean**2)`` as its scale.
 * A covariance has its eigenvalues floored in the units of that per-axis scale.
+* A positive mean that is a scale (the exponential's) is floored at :data:`MIN_MEAN_RATIO` times the mean of the whole
+  encoded data, or times one where that is zero.
 * A part that no observation reaches (an empty component, an unseen row) keeps its previous parameters; without any, it
   gets the family's standard parameters. A total weight of :data:`MIN_MASS` or less is none: below it, products with
   data lose their digits to underflow.
@@ -24,16 +26,19 @@ from mixle.utils.exact import require_finite_float
 __all__ = [
     "MAX_MAGNITUDE",
     "MIN_MASS",
+    "MIN_MEAN_RATIO",
     "MIN_VARIANCE_RATIO",
     "Repair",
     "data_scale",
     "floor_covariance",
+    "floor_mean",
     "floor_variance",
     "optional_floor",
     "within",
 ]
 
 MIN_VARIANCE_RATIO = 1e-6
+MIN_MEAN_RATIO = 1e-6
 MIN_MASS = 1e-200
 MAX_MAGNITUDE = 1e100
 
@@ -88,9 +93,17 @@ def floor_variance(
     low = ~(variance >= floor)
     if not np.any(low):
         return variance, ()
-    axes = "" if variance.ndim == 0 else f" on axes {np.flatnonzero(low).tolist()}"
+    axes = "" if variance.ndim == 0 else f" on axes {np.flatnonzero(low).tolist()!s:.60}"
     reason = f"variance below the floor{axes}; raised to {np.max(floor[low]):.3g}"
     return np.where(low, floor, variance), (Repair(parameter, reason),)
+
+
+def floor_mean(mean: float, scale: float, minimum: float | None, parameter: str) -> tuple[float, tuple[Repair, ...]]:
+    """Floor a mean that must be positive; ``scale`` is the mean of the whole encoded data."""
+    floor = MIN_MEAN_RATIO * (scale if scale > 0 else 1.0) if minimum is None else minimum
+    if mean >= floor:
+        return mean, ()
+    return floor, (Repair(parameter, f"mean below the floor; raised to {floor:.3g}"),)
 
 
 def floor_covariance(

@@ -16,7 +16,7 @@ from mixle.stats.contract import (
     StatisticAccumulator,
     m_step,
 )
-from mixle.stats.encoding import Encoding, LeafEncoding, take_rows
+from mixle.stats.encoding import Encoding, LeafEncoding, impossible_rows, take_rows
 from mixle.stats.null import NullDistribution, NullEstimator
 from mixle.stats.policy import Repair, within
 from mixle.stats.row_draws import RowDraws
@@ -64,6 +64,14 @@ class SequenceEncoding(Encoding):
     @property
     def nbytes(self) -> int:
         return int(self.elements.nbytes + self.lengths.nbytes + self.bounds.nbytes)
+
+    def impossible_rows(self) -> np.ndarray | None:
+        bad, mask = impossible_rows(self.elements), impossible_rows(self.lengths)
+        if bad is None:
+            return mask
+        owners = np.repeat(np.arange(len(self)), self.counts)
+        inside = np.bincount(owners[bad], minlength=len(self)) > 0
+        return inside if mask is None else inside | mask
 
 
 class SequenceDataEncoder(DataEncoder):

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from mixle.stats.policy import MIN_MASS
+
 __all__ = ["require_probabilities", "weights_from_counts"]
 
 
@@ -32,13 +34,17 @@ def require_probabilities(values: Sequence[float] | np.ndarray | Any, name: str,
     return p if abs(total - 1.0) < 1e-12 else p / total
 
 
-def weights_from_counts(counts: np.ndarray, pseudo_count: float | None, prior: np.ndarray | None) -> np.ndarray:
+def weights_from_counts(
+    counts: np.ndarray, pseudo_count: float | None, prior: np.ndarray | None, previous: np.ndarray | None = None
+) -> np.ndarray:
     """Return the probabilities that maximize the likelihood of ``counts`` plus ``pseudo_count`` draws from ``prior``.
 
-    ``prior`` is uniform if None. Without any count the probabilities are ``prior``.
+    ``prior`` is uniform if None. Without any count the probabilities are ``previous``, or else ``prior``.
     """
     k = len(counts)
     base = np.full(k, 1.0 / k) if prior is None else prior
     total = counts if pseudo_count is None else counts + pseudo_count * base
     mass = total.sum()
-    return total / mass if mass > 0 else base
+    if mass > MIN_MASS:
+        return total / mass
+    return base if previous is None else previous
