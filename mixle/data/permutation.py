@@ -1,10 +1,11 @@
 """Shuffle without an index array: a keyed bijection on ``[0, n)`` that is computed where it is asked for.
 
 A position is split into two digits ``(left, right)`` of the mixed radix ``a * b >= n`` with ``a = ceil(sqrt(n))`` and
-``b = ceil(n / a)``, and eight Feistel rounds add a keyed hash of one digit to the other, in turn. What falls outside
+``b = ceil(n / a)``, and sixteen Feistel rounds add a keyed hash of one digit to the other, in turn. What falls outside
 ``[0, n)`` walks on along its cycle until it is back inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
-CT-RSA 2002, methods 2 and 3); fewer than ``a`` of the ``a * b`` values can. The order is a function of the arguments
-alone: it is part of what a resumed run relies on, and does not change between versions.
+CT-RSA 2002, methods 2 and 3); fewer than ``a`` of the ``a * b`` values can. Sixteen rounds are what it takes for the
+permutations of very few elements, where a round has few functions to choose from, to be equally likely. The order is a
+function of the arguments alone: a resumed run relies on it, and it does not change between versions.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from mixle.utils.exact import require_exact_int, require_nonnegative_int
 
 _MAX_LENGTH = 1 << 62
+_ROUNDS = 16
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Permutation:
     @cached_property
     def _round_keys(self) -> tuple[np.uint64, ...]:
         message = f"mixle order: seed={self.seed} epoch={self.epoch} replica={self.replica}".encode()
-        return tuple(np.frombuffer(hashlib.blake2b(message, digest_size=64).digest(), dtype="<u8"))
+        return tuple(np.frombuffer(hashlib.shake_256(message).digest(8 * _ROUNDS), dtype="<u8"))
 
     def _walk(self, values: ArrayLike, name: str, *, inverse: bool) -> NDArray[np.int64]:
         array = np.asarray(values)

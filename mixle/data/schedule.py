@@ -28,6 +28,7 @@ from mixle.utils.exact import (
 
 Sampling = Literal["sharded", "global"]
 POLICY = "pad-and-mask-to-global-max-steps"
+_CHUNK = 4096
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Schedule:
             )
         if self.n_tokens is not None:
             self._check_shared(require_nonnegative_int(self.n_tokens, "n_tokens"))
-        elif self.lengths is not None:
+        if self.lengths is not None:
             self._check_own(tuple(require_nonnegative_int(length, "lengths") for length in self.lengths))
 
     def _check_shared(self, n_tokens: int) -> None:
@@ -186,8 +187,35 @@ class Schedule:
         """
         first = self._first_position(replica, step)
         count = min(max(0, self.shard_window_counts[replica] - first), self.batch_size)
-        positions = np.arange(first, first + count, dtype=np.int64)
-        return self._order(replica, epoch).apply(positions) if self.shuffle else positions
+        if not self.shuffle:
+            return np.arange(first, first + count, dtype=np.int64)
+        chunk, place = divmod(step, self._steps_per_chunk)
+        begin = place * self.batch_size
+        return self._chunk_indices(replica, epoch, chunk)[begin : begin + count]
+
+    def _chunk_indices(self, replica: int, epoch: int, chunk: int) -> NDArray[np.int64]:
+        """Return the windows of a run of steps one after the other: permuting few at a time is all overhead."""
+        key = (replica, epoch, chunk)
+        known = self._newest_chunk.get(key)
+        if known is None:
+            first = chunk * self._steps_per_chunk
+            steps = range(first, min(first + self._steps_per_chunk, self.steps_per_epoch))
+            starts = np.array([self._first_position(replica, step) for step in steps], dtype=np.int64)
+            positions = (starts[:, None] + np.arange(self.batch_size)).ravel()
+            known = self._order(replica, epoch).apply(positions[positions < self.shard_window_counts[replica]])
+            known.flags.writeable = False
+            self._newest_chunk.clear()
+            self._newest_chunk[key] = known
+        return known
+
+    @property
+    def _steps_per_chunk(self) -> int:
+        return max(1, _CHUNK // self.batch_size)
+
+    @cached_property
+    def _newest_chunk(self) -> dict[tuple[int, int, int], NDArray[np.int64]]:
+        """The last answer of :meth:`_chunk_indices`: a replica asks for one step after the other."""
+        return {}
 
     def target_counts(self, epoch: int, step: int) -> NDArray[np.int64]:
         """Return how many real targets each replica trains at a step, (replicas,) int64."""

@@ -215,6 +215,8 @@ class TokenFile:
                 empty = False
             if empty:
                 raise ValueError(f"there are no tokens to write to {target}")
+            if shard_tokens is not None:
+                _sync_directory(partial)
             os.replace(partial, target)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True) if partial.is_dir() else partial.unlink(missing_ok=True)

@@ -71,7 +71,7 @@ def gather(tokens: TokenArray, shard: Shard, spec: WindowSpec, window_indices: N
         raise IndexError(f"window indices must be in [0, {windows}), not in [{indices.min()}, {indices.max()}]")
     starts = indices * spec.hop + shard.start
     width = spec.block + 1
-    short = np.flatnonzero(starts > shard.stop - width)
+    short = np.flatnonzero(indices == windows - 1) if spec.padding(len(shard)) else indices[:0]
     rows = _rows(tokens, np.delete(starts, short) if short.size else starts, width)
     if short.size:
         rows = _with_short_rows(rows, tokens, shard, starts, short, width)
@@ -99,7 +99,7 @@ def _with_short_rows(
     tokens: TokenArray,
     shard: Shard,
     starts: NDArray[np.int64],
-    short: NDArray[np.intp],
+    short: NDArray[np.int64],
     width: int,
 ) -> NDArray[Any]:
     """Put the rows that the shard's end cuts short, zeros behind their tokens, among the full ones."""

@@ -1,9 +1,9 @@
 """A decoder-only transformer that knows nothing of how it is trained or split.
 
-Pre-norm blocks, scaled dot-product attention, rotary or learned positions, tied embeddings. What a parallel plan needs
-to take hold of is apart: ``embedding``, ``blocks``, ``norm`` and ``head`` are attributes of the model; queries, keys and
-values have a projection each whose rows are whole heads; ``attention.attend`` is a parameterless module that may be
-replaced; and positions are passed down explicitly, so that a part of a sequence can have those it has in the whole.
+Pre-norm blocks, scaled dot-product attention, rotary or learned positions, tied embeddings. What a parallel plan takes
+hold of is apart: ``embedding``, ``blocks``, ``norm`` and ``head`` are attributes of the model; queries, keys and values
+have a projection each, whose rows are whole heads; ``attention.attend`` is a parameterless module that may be replaced;
+and positions are passed down explicitly, so that a part of a sequence can have those it has in the whole.
 
 Shapes: B batch, T time, D model width, H heads, K head width, V vocabulary, M width of the MLP.
 """
@@ -73,10 +73,10 @@ class CausalLM(nn.Module):
         self.dropout = require_finite_float(dropout, "dropout", minimum=0.0)
         if self.dropout >= 1:
             raise ValueError(f"dropout={self.dropout} must be below 1")
-        self.position: Position = require_choice(position, "position", ("rotary", "learned"))  # type: ignore[assignment]
+        self.position: Position = require_choice(position, "position", ("rotary", "learned"))
         self.tie_embeddings = require_exact_bool(tie_embeddings, "tie_embeddings")
         self.bias = require_exact_bool(bias, "bias")
-        self.norm_kind: Norm = require_choice(norm, "norm", ("rms", "layer"))  # type: ignore[assignment]
+        self.norm_kind: Norm = require_choice(norm, "norm", ("rms", "layer"))
         self._check_heads()
 
         self.embedding = nn.Embedding(self.vocab, self.d_model)
@@ -101,7 +101,7 @@ class CausalLM(nn.Module):
     def _check_heads(self) -> None:
         if self.d_model % self.n_head:
             divisors = [heads for heads in range(1, self.d_model + 1) if self.d_model % heads == 0]
-            below = max(heads for heads in divisors if heads < self.n_head) if self.n_head > 1 else 1
+            below = max(heads for heads in divisors if heads < self.n_head)
             above = min((heads for heads in divisors if heads > self.n_head), default=below)
             raise ValueError(
                 f"n_head={self.n_head} must divide d_model={self.d_model}; nearest that do: "
@@ -110,8 +110,8 @@ class CausalLM(nn.Module):
         width = self.d_model // self.n_head
         if self.position == "rotary" and width % 2:
             raise ValueError(
-                f'position="rotary" turns pairs, and heads of width d_model / n_head = {self.d_model} / {self.n_head} = '
-                f'{width} are odd; choose an even width or position="learned"'
+                f'position="rotary" needs heads of even width, and d_model={self.d_model} / n_head={self.n_head} is '
+                f'{width}; choose others or position="learned"'
             )
 
     @torch.no_grad()
@@ -119,21 +119,20 @@ class CausalLM(nn.Module):
         """Initialize every parameter in place; after ``to_empty`` on a model that was built on the meta device.
 
         Matrices are normal with standard deviation 0.02, those that write to the residual stream divided by
-        ``sqrt(2 * n_layer)`` (Radford et al. 2019, section 2.3). The gain of the last norm starts small: with tied
-        embeddings the stream at each position still holds that position's own embedding, whose logit would be
-        ``0.02 * d_model``, and a fresh model should prefer no token.
+        ``sqrt(2 * n_layer)`` (Radford et al. 2019, section 2.3). With tied embeddings the stream at each position still
+        holds that position's own embedding, whose logit would be ``0.02 * d_model``: where that is much for the
+        vocabulary, the gain of the last norm starts below 1, so that a fresh model prefers no token.
         """
-        for module in self.modules():
+        for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=_INIT_STD)
+                residual = name.endswith((".attention.o", ".mlp.down"))
+                nn.init.normal_(module.weight, std=_INIT_STD / math.sqrt(2 * self.n_layer) if residual else _INIT_STD)
             if isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
                 nn.init.ones_(module.weight)
             if isinstance(module, (nn.Linear, nn.LayerNorm)) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        for block in self.blocks:
-            for projection in (block.attention.o, block.mlp.down):
-                nn.init.normal_(projection.weight, std=_INIT_STD / math.sqrt(2 * self.n_layer))
-        nn.init.constant_(self.norm.weight, min(1.0, 0.5 / (_INIT_STD * self.d_model)))
+        largest_logit = max(0.5, math.log(self.vocab) - 2)
+        nn.init.constant_(self.norm.weight, min(1.0, largest_logit / (_INIT_STD * self.d_model)))
         self._tie()
 
     def _tie(self) -> None:
@@ -228,7 +227,7 @@ class Block(nn.Module):
 class SelfAttention(nn.Module):
     """Project to heads, turn queries and keys by their positions, attend, project back.
 
-    The number of heads is read off the projections' outputs: a rank that holds some of their rows has some of the heads.
+    The number of heads is read off the projections' outputs: a rank that holds some rows has some heads.
     """
 
     def __init__(self, d_model: int, n_head: int, *, dropout: float, rotary: bool, bias: bool) -> None:
@@ -278,7 +277,7 @@ class MLP(nn.Module):
 
 
 def rotary_angles(positions: Tensor, head_width: int) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the rotary angles (arXiv 2104.09864, equation 15), float32 whatever the model's dtype.
+    """Return cosines and sines of the rotary angles (arXiv 2104.09864, equation 15) in float32.
 
     They are computed where they are used, from integer positions: no table has to follow the model to another device
     or dtype, or through a wrapper that casts what it passes on.
