@@ -53,6 +53,10 @@ class NextTokenEncoding(Encoding):
     def nbytes(self) -> int:
         return 8 * int(self.edges[-1] - self.edges[0]) + self.edges.nbytes + self.next_ids.nbytes
 
+    def impossible_rows(self) -> None:
+        """Return None: which ids are possible is known to the module, not to the encoding."""
+        return None
+
     def within(self, vocab: int) -> NDArray[np.bool_]:
         """Tell for each row whether all its ids are in ``[0, vocab)``, (n,)."""
         ids = self.ids[self.edges[0] : self.edges[-1]]

@@ -247,7 +247,8 @@ class MarkovChainDistribution(ProbabilityDistribution):
         n = len(enc)
         first = self._scored(enc.initial, 0, lambda state: self.init_prob_map.get(state, 0.0))
         move = self._scored(enc.transitions, 1, lambda pair: self.transition_map.get(pair[0], {}).get(pair[1], 0.0))
-        total = np.bincount(_owners(enc.initial_bounds), weights=first, minlength=n)
+        total = np.zeros(n)  # of no rows, bincount gives integers even with weights
+        total += np.bincount(_owners(enc.initial_bounds), weights=first, minlength=n)
         total += np.bincount(_owners(enc.transition_bounds), weights=move, minlength=n)
         return np.asarray(total + self.len_dist.seq_log_density(enc.lengths))
 

@@ -109,9 +109,12 @@ class OptimizerOptions:
         chosen = list(parameters)
         matrices, others = [p for p in chosen if p.ndim >= 2], [p for p in chosen if p.ndim < 2]
         groups = [{"params": matrices}, {"params": others}]
-        fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in chosen)
-        kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-        made = kinds[self.optimizer](groups, lr=self.lr, fused=fused)
+        made: torch.optim.Optimizer
+        if self.optimizer == "sgd":
+            made = torch.optim.SGD(groups, lr=self.lr)
+        else:
+            fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in chosen)
+            made = torch.optim.AdamW(groups, lr=self.lr, fused=fused)
         self.apply_to(made)
         return made
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -130,8 +131,7 @@ def wrap(
     if ranks.world > 1:
         _start_from_rank_0(module, ranks)
     if wrapping == "ddp":
-        on_gpu = [device.index] if device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=on_gpu, init_sync=False, broadcast_buffers=False)
+        return _replicate(module, device)
     if wrapping == "fsdp":
         _shard(module, ranks, device, precision, activation_checkpointing)
     return module
@@ -194,6 +194,13 @@ def _start_from_rank_0(module: nn.Module, ranks: Ranks) -> None:
         raise ValueError(f"the modules of ranks {', '.join(map(str, others))} differ from rank 0's in names or shapes")
     for tensor in tensors.values():
         dist.broadcast(tensor.detach(), src=0)
+
+
+def _replicate(module: nn.Module, device: torch.device) -> DistributedDataParallel:
+    takes = inspect.signature(DistributedDataParallel.__init__).parameters
+    in_forward = "forward_sync_buffers" if "forward_sync_buffers" in takes else "broadcast_buffers"  # before torch 2.13
+    flags: dict[str, Any] = {in_forward: False, "init_sync": False, "gradient_as_bucket_view": True}
+    return DistributedDataParallel(module, device_ids=[device.index] if device.type == "cuda" else None, **flags)
 
 
 def _shard(

@@ -187,6 +187,12 @@ class Peers:
         """Whether a torch process group exists, even if this process is alone in it."""
         return self._group is not None
 
+    def with_deadline(self, deadline_s: float) -> Peers:
+        """Return the same place in the group, waiting longer or shorter; it is left by closing this one."""
+        view = Peers(self._group, deadline_s)
+        view._closed = True
+        return view
+
     def meet(self, what: str, *, deadline_s: float | None = None) -> None:
         """Wait until every rank is here.
 
