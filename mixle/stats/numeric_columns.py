@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from mixle.stats.encoding import LeafEncoding
 from mixle.stats.frames import Frame
 
-__all__ = ["finite_vector", "number_column", "supported", "vector_columns"]
+__all__ = ["finite_vector", "integer_column", "number_column", "supported", "vector_columns"]
 
 
 def finite_vector(value: Any, name: str, size: int | None = None) -> np.ndarray:
@@ -31,23 +32,28 @@ def finite_vector(value: Any, name: str, size: int | None = None) -> np.ndarray:
     return vector
 
 
-def number_column(values: Any, family: str) -> np.ndarray:
-    """Return ``values`` as ``(n,)`` float64.
+def number_column(values: Any, family: str, *, bools: bool = False) -> np.ndarray:
+    """Return ``values`` as ``(n,)`` float64; an int too large for that is infinite.
+
+    Args:
+        values: real numbers, in any sequence.
+        family: the name to report.
+        bools: whether bools count as the numbers 0 and 1.
 
     Raises:
-        TypeError: a value is not a real number (None, a string and a bool are not); names its index.
-        ValueError: a value is NaN, or the values are nested; names its index.
+        TypeError: a value is not a real number (None and a string are not); names its index.
+        ValueError: a value is NaN; names its index.
     """
-    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iuf":
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in ("iufb" if bools else "iuf"):
         column = values.astype(np.float64)
     else:
         for i, value in enumerate(values):
-            if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+            if not (_is_real(value) or (bools and isinstance(value, (bool, np.bool_)))):
                 hint = "; wrap the family in Optional for missing values" if value is None else ""
                 raise TypeError(
                     f"{family} takes real numbers, got {type(value).__name__} ({value!r:.60}) at index {i}{hint}"
                 )
-        column = np.array(values, dtype=np.float64).reshape(len(values))
+        column = np.fromiter(map(_to_float, values), np.float64, len(values))
     missing = np.isnan(column)
     if missing.any():
         raise ValueError(
@@ -55,6 +61,35 @@ def number_column(values: Any, family: str) -> np.ndarray:
             "drop it, or wrap the family in Optional and give None for missing values"
         )
     return column
+
+
+def _to_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def integer_column(values: Any, family: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return ``values`` as ``(n,)`` int64, and which of them are integers that fit, ``(n,)`` bool.
+
+    Raises:
+        TypeError, ValueError: a value is not a real number; names its index.
+    """
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
+        column = values.astype(np.int64)
+        return column, np.ones(len(column), dtype=bool) if values.dtype != np.uint64 else column >= 0
+    number_column(values, family)
+    fits = np.array([_fits_int64(value) for value in values], dtype=bool)
+    # Through a float, integers above 2**53 would be rounded.
+    exact = (int(value) if fit else 0 for value, fit in zip(values, fits, strict=True))
+    return np.fromiter(exact, np.int64, len(fits)), fits
+
+
+def _fits_int64(value: Any) -> bool:
+    if isinstance(value, (float, np.floating)) and not (np.isfinite(value) and value == int(value)):
+        return False
+    return -(2**63) <= int(value) < 2**63
 
 
 def vector_columns(values: Any, family: str, dim: int | None) -> np.ndarray:
@@ -104,6 +139,7 @@ def supported(
     possible: np.ndarray,
     stand_in: float,
     frame: Callable[[np.ndarray], Frame | None] = lambda columns: None,
+    values: Any = None,
 ) -> LeafEncoding:
     """Return an encoding that marks the rows outside a family's support and holds ``stand_in`` there.
 
@@ -111,9 +147,11 @@ def supported(
         columns: ``(n,)`` or ``(d, n)``.
         possible: ``(n,)`` bool.
         frame: makes the frame from the columns of the possible rows.
+        values: the raw observations, to show one, if the columns do not hold it.
     """
     if possible.all():
         return LeafEncoding((columns,), frame(columns))
-    example = repr(columns[..., int(np.argmin(possible))].tolist())
+    first = int(np.argmin(possible))
+    example = repr(columns[..., first].tolist() if values is None else values[first])
     kept = np.where(possible, columns, stand_in)
     return LeafEncoding((kept,), frame(columns[..., possible]), ~possible, example)
