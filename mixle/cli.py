@@ -16,7 +16,9 @@ def main() -> None:
         sys.exit(f"mixle: {error}")
     from mixle.lm.command import lm
 
-    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(
+        no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
+    )
 
     @app.callback()
     def root() -> None:
