@@ -111,8 +111,8 @@ class IntegerCategoricalFamily(LeafFamily[IntegerCategoricalParams]):
 def _require_countable(count: int, span: IntegerRange) -> None:
     if count > _MAX_VALUES:
         raise ValueError(
-            f"an IntegerCategorical keeps a probability for each integer from {span.low} to {span.high}, {count} of them "
-            f"where {_MAX_VALUES} is the most; use Categorical for values far apart"
+            f"an IntegerCategorical keeps a probability for each integer from {span.low} to {span.high}: {count} are "
+            f"more than {_MAX_VALUES}; use Categorical for values far apart"
         )
 
 

@@ -90,8 +90,17 @@ class OptionalDataEncoder(DataEncoder):
         kept = [x for x, there in zip(xs, present, strict=True) if there]
         try:
             return OptionalEncoding(present, self.encoder.seq_encode(kept))
+        except (TypeError, ValueError):
+            # Its index counts the present values only: say which observation instead.
+            for i in np.flatnonzero(present):
+                self._encode_one(int(i), xs[i])
+            raise
+
+    def _encode_one(self, i: int, x: Any) -> None:
+        try:
+            self.encoder.seq_encode([x])
         except (TypeError, ValueError) as error:
-            raise type(error)(f"among the {len(kept)} values that are not missing: {error}") from error
+            raise type(error)(f"observation {i}, which is not missing: {error}") from error
 
     def __eq__(self, other: object) -> bool:
         return (

@@ -91,9 +91,18 @@ class SequenceDataEncoder(DataEncoder):
         flat = [element for x in xs for element in x]
         try:
             elements = self.encoder.seq_encode(flat)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"among the elements of all sequences, end to end: {error}") from error
+        except (TypeError, ValueError):
+            # Its index counts through all sequences: say which sequence instead.
+            for i, x in enumerate(xs):
+                self._encode_one(i, list(x))
+            raise
         return SequenceEncoding(bounds, elements, self.len_encoder.seq_encode(lengths))
+
+    def _encode_one(self, i: int, x: list[Any]) -> None:
+        try:
+            self.encoder.seq_encode(x)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"sequence {i}: {error}") from error
 
     def __eq__(self, other: object) -> bool:
         return (
