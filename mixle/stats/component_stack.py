@@ -120,6 +120,6 @@ def _linear_kernel(dists: Sequence[ProbabilityDistribution], encs: Sequence[Any]
     leaves = [d for d in dists if isinstance(d, LeafDistribution)]
     enc = encs[0]
     alike = len(leaves) == len(dists) and len({type(d.family) for d in leaves}) == 1 and all(e is enc for e in encs)
-    if not alike or not isinstance(enc, LeafEncoding) or not len(enc):
+    if not alike or not isinstance(enc, LeafEncoding):
         return None
     return leaves[0].family.linear([d.params for d in leaves], enc.frame)

@@ -92,8 +92,8 @@ class OptionalDataEncoder(DataEncoder):
             return OptionalEncoding(present, self.encoder.seq_encode(kept))
         except (TypeError, ValueError):
             # Its index counts the present values only: say which observation instead.
-            for i in np.flatnonzero(present):
-                self._encode_one(int(i), xs[i])
+            for i in np.flatnonzero(present).tolist():
+                self._encode_one(i, xs[i])
             raise
 
     def _encode_one(self, i: int, x: Any) -> None:

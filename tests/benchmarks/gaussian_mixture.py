@@ -2,9 +2,9 @@
 
     python tests/benchmarks/gaussian_mixture.py
 
-Both sides run on one thread, in turns; times are CPU seconds, and the fastest of the rounds counts. The start has means off the truth, unit
-variances and equal weights. scikit-learn gets it as weights, means and precisions, with ``reg_covar=0``; like ours, it
-then runs a fixed number of iterations.
+Both sides run on one thread, in turns; times are CPU seconds, and the fastest of the rounds counts. The start has means
+off the truth, unit variances and equal weights. scikit-learn gets it as weights, means and precisions, with
+``reg_covar=0``; like ours, it then runs a fixed number of iterations.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def main() -> None:
 
     print(f"mixle {mixle.__version__}, scikit-learn {sklearn.__version__}, numpy {np.__version__}, one thread")
     print(f"python {platform.python_version()} on {platform.platform()}, {processor()}")
-    print(f"{args.iterations} EM iterations, n={args.rows}, d={args.dim}, k={args.components}, best of {args.rounds} rounds")
+    print(f"{args.iterations} EM iterations, n={args.rows}, d={args.dim}, k={args.components}, best of {args.rounds}")
     print(f"{'covariance':<12}{'mixle':>10}{'sklearn':>10}{'ratio':>8}{'log-likelihood difference':>28}")
     with threadpool_limits(1):
         for covariance, estimator in (("full", MultivariateGaussianEstimator()), ("diag", DiagonalGaussianEstimator())):
