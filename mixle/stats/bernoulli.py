@@ -122,7 +122,7 @@ class BernoulliEstimator(LeafEstimator[BernoulliParams]):
     Args:
         pseudo_count: how many observations ``suff_stat`` counts for.
         suff_stat: the probability to regularize toward; one half if not given.
-        keys: estimators with equal keys share one statistic, and so one fit.
+        keys: estimators with equal keys share one statistic and, given equal settings, one fit.
     """
 
     distribution_type = BernoulliDistribution

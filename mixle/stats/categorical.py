@@ -169,7 +169,7 @@ class CategoricalEstimator(LeafEstimator[CategoricalParams]):
             ``levels`` and the categories of the encoded data.
         suff_stat: the probabilities to regularize toward, a dict.
         levels: categories that exist whether or not they are observed; needs ``pseudo_count``.
-        keys: estimators with equal keys share one statistic, and so one fit.
+        keys: estimators with equal keys share one statistic and, given equal settings, one fit.
     """
 
     distribution_type = CategoricalDistribution

@@ -15,6 +15,8 @@ from mixle.stats.contract import (
     Sampler,
     StatisticAccumulator,
     m_step,
+    require_distributions,
+    require_estimators,
 )
 from mixle.stats.encoding import Encoding, LeafEncoding, any_impossible, row_count, take_rows
 from mixle.stats.policy import Repair, within
@@ -88,14 +90,12 @@ class CompositeDistribution(ProbabilityDistribution):
     """The product of independent distributions, one per field of a tuple.
 
     Raises:
-        ValueError: ``dists`` is empty.
+        TypeError, ValueError: ``dists`` is empty or holds something else than distributions.
     """
 
     def __init__(self, dists: Sequence[ProbabilityDistribution], *, name: str | None = None) -> None:
-        self.dists = tuple(dists)
+        self.dists: tuple[ProbabilityDistribution, ...] = require_distributions(dists, "dists")
         self.name = name
-        if not self.dists:
-            raise ValueError("dists=() must hold at least one distribution")
 
     @property
     def repairs(self) -> tuple[Repair, ...]:
@@ -193,14 +193,12 @@ class CompositeEstimator(ParameterEstimator):
     """Fit each field of a tuple by its own estimator.
 
     Raises:
-        ValueError: ``estimators`` is empty.
+        TypeError, ValueError: ``estimators`` is empty or holds something else than estimators.
     """
 
     def __init__(self, estimators: Sequence[ParameterEstimator], *, name: str | None = None) -> None:
-        self.estimators = tuple(estimators)
+        self.estimators: tuple[ParameterEstimator, ...] = require_estimators(estimators, "estimators")
         self.name = name
-        if not self.estimators:
-            raise ValueError("estimators=() must hold at least one estimator")
 
     def accumulator_factory(self) -> CompositeAccumulatorFactory:
         return CompositeAccumulatorFactory([e.accumulator_factory() for e in self.estimators])

@@ -17,7 +17,7 @@ import inspect
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, Self
 
@@ -34,6 +34,8 @@ __all__ = [
     "Sampler",
     "StatisticAccumulator",
     "m_step",
+    "require_distributions",
+    "require_estimators",
 ]
 
 
@@ -246,6 +248,36 @@ class DataEncoder(ABC):
 
     def __hash__(self) -> int:
         return hash(type(self))
+
+
+def require_distributions(parts: Iterable[Any], name: str) -> tuple[Any, ...]:
+    """Return ``parts`` as a tuple of at least one distribution.
+
+    Raises:
+        TypeError: a part is no distribution.
+        ValueError: there is none.
+    """
+    return _require_parts(parts, name, "seq_log_density", "a distribution")
+
+
+def require_estimators(parts: Iterable[Any], name: str) -> tuple[Any, ...]:
+    """Return ``parts`` as a tuple of at least one estimator.
+
+    Raises:
+        TypeError: a part is no estimator.
+        ValueError: there is none.
+    """
+    return _require_parts(parts, name, "accumulator_factory", "an estimator")
+
+
+def _require_parts(parts: Iterable[Any], name: str, method: str, kind: str) -> tuple[Any, ...]:
+    held = tuple(parts)
+    for i, part in enumerate(held):
+        if isinstance(part, type) or not hasattr(part, method):
+            raise TypeError(f"{name}[{i}]={part!r:.60} must be {kind}")
+    if not held:
+        raise ValueError(f"{name}=() must hold at least one part, {kind}")
+    return held
 
 
 @lru_cache(maxsize=256)

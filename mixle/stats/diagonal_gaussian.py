@@ -77,7 +77,7 @@ class DiagonalGaussianFamily(LeafFamily[DiagonalGaussianParams]):
         w, s1, s2 = sums
         offset = s1 / w
         raw = s2 / w - np.square(offset)
-        variance, repairs = floor_variance(raw, data_scale(frame.mean, frame.variance), self.min_variance, "covar")
+        variance, repairs = floor_variance(raw, data_scale(*frame.scale_moments(sums)), self.min_variance, "covar")
         return Fit(DiagonalGaussianParams(frame.point + offset, variance), repairs)
 
     def standard(self, frame: Frame | None) -> DiagonalGaussianParams:
@@ -163,7 +163,7 @@ class DiagonalGaussianEstimator(LeafEstimator[DiagonalGaussianParams]):
         pseudo_count: how many observations ``suff_stat`` counts for.
         suff_stat: ``(mu, covar)`` to regularize toward.
         min_variance: an absolute variance floor instead of the relative one of :mod:`mixle.stats.policy`.
-        keys: estimators with equal keys share one statistic, and so one fit.
+        keys: estimators with equal keys share one statistic and, given equal settings, one fit.
     """
 
     distribution_type = DiagonalGaussianDistribution

@@ -58,7 +58,8 @@ class ExponentialFamily(LeafFamily[ExponentialParams]):
     def maximize(self, sums: Sums, frame: Frame | None, previous: ExponentialParams | None) -> Fit[ExponentialParams]:
         assert isinstance(frame, Centre)
         weight, total = sums
-        beta, repairs = floor_mean(float(frame.point + total / weight), float(frame.mean), self.min_beta, "beta")
+        whole, _ = frame.scale_moments(sums)
+        beta, repairs = floor_mean(float(frame.point + total / weight), float(whole), self.min_beta, "beta")
         return Fit(ExponentialParams(beta), repairs)
 
     def standard(self, frame: Frame | None) -> ExponentialParams:
@@ -126,7 +127,7 @@ class ExponentialEstimator(LeafEstimator[ExponentialParams]):
         pseudo_count: how many observations ``suff_stat`` counts for.
         suff_stat: the mean to regularize toward.
         min_beta: an absolute floor of the mean instead of the relative one of :mod:`mixle.stats.policy`.
-        keys: estimators with equal keys share one statistic, and so one fit.
+        keys: estimators with equal keys share one statistic and, given equal settings, one fit.
     """
 
     distribution_type = ExponentialDistribution

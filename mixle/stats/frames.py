@@ -34,6 +34,9 @@ __all__ = [
 
 Sums = tuple[np.ndarray, ...]
 
+# A median of about this many rows is as good a centre as that of all.
+_MEDIAN_ROWS = 1024
+
 
 class Frame(ABC):
     """What sums and encoded columns are relative to."""
@@ -212,36 +215,65 @@ class IntegerRange(Frame):
 class Centre(Frame):
     """A point that moments are taken about, with the moments of the data that was encoded.
 
-    Centring keeps second moments exact for data far from zero. The data's own mean and variance set the scale of
-    variance floors. Sums are ``(w, s1, s2)``: total weight ``()``, first moments ``(d,)`` or ``()``, second moments
-    ``(d, d)``, ``(d,)`` or ``()``, about ``point``; or ``(w, s1)`` alone.
+    Centring keeps second moments exact for data far from zero; the point is a median, so that a few rows far away,
+    which may not even have weight, do not spoil it. Sums are ``(w, s1, s2)``: total weight ``()``, first moments
+    ``(d,)`` or ``()``, second moments ``(d, d)``, ``(d,)`` or ``()``, about ``point``; or ``(w, s1)`` alone.
 
     Args:
         point: ``(d,)`` or ``()`` float64.
         count, mean, m2: the number of encoded rows, their mean and their sum of squared deviations per axis.
+        support: the number of rows that the point was chosen for.
+        whole: mean and variance per axis of the data that the sums are a share of, where they are one component's.
     """
 
-    def __init__(self, point: Any, count: float, mean: Any, m2: Any) -> None:
+    def __init__(
+        self,
+        point: Any,
+        count: float,
+        mean: Any,
+        m2: Any,
+        *,
+        support: float | None = None,
+        whole: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> None:
         self.point, self.mean, self.m2 = (np.asarray(a, dtype=np.float64) for a in (point, mean, m2))
         self.count = float(count)
+        self.support = self.count if support is None else float(support)
+        self.whole = whole
 
     @classmethod
     def of(cls, x: np.ndarray) -> Centre | None:
-        """Return the frame of the data ``x``, ``(d, n)`` or ``(n,)``, centred on its mean; None without rows."""
-        if x.shape[-1] == 0:
+        """Return the frame of the data ``x``, ``(d, n)`` or ``(n,)``; None without rows."""
+        n = x.shape[-1]
+        if n == 0:
             return None
         mean = x.mean(axis=-1)
         m2 = np.square(x - mean[..., None]).sum(axis=-1)
-        return cls(mean, x.shape[-1], mean, m2)
+        return cls(np.median(x[..., :: 1 + n // _MEDIAN_ROWS], axis=-1), n, mean, m2)
 
     def about(self, point: np.ndarray) -> Centre:
         """Return the same data's frame centred on another point."""
         return Centre(point, self.count, self.mean, self.m2)
 
+    def share_of(self, whole: tuple[np.ndarray, np.ndarray]) -> Centre:
+        """Return this frame for sums that are a share of data with the given mean and variance."""
+        return Centre(self.point, self.count, self.mean, self.m2, support=self.support, whole=whole)
+
     @property
     def variance(self) -> np.ndarray:
         """The population variance of the encoded data per axis."""
         return self.m2 / max(self.count, 1.0)
+
+    def moments(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
+        """Return mean and variance per axis of the data of ``sums``; without second moments the variance is zero."""
+        w, s1, *rest = sums
+        offset = s1 / w
+        s2 = rest[0] if rest else w * np.square(offset)
+        return self.point + offset, (np.diagonal(s2) if s2.ndim == 2 else s2) / w - np.square(offset)
+
+    def scale_moments(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
+        """Return the mean and variance that floors are relative to: those of the whole data, or of ``sums``."""
+        return self.moments(sums) if self.whole is None else self.whole
 
     def join(self, other: Centre) -> Centre:
         # Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983, eq. 2.1.
@@ -250,8 +282,9 @@ class Centre(Frame):
         gap = other.mean - self.mean
         mean = self.mean + gap * share
         m2 = self.m2 + other.m2 + np.square(gap) * (self.count * share)
-        point = self.point if np.array_equal(self.point, other.point) else mean
-        return Centre(point, count, mean, m2)
+        # The better founded point; any rule that does not depend on the order of joining would do.
+        better = max((self, other), key=lambda frame: (frame.support, frame.point.ravel().tolist()))
+        return Centre(better.point, count, mean, m2, support=better.support)
 
     def rebase(self, sums: Sums, target: Centre) -> Sums:
         w, s1, *rest = sums
@@ -273,8 +306,9 @@ class Centre(Frame):
         return (np.zeros((*self.point.shape, 0)),)
 
     def to_plain(self) -> Any:
-        return [self.point.tolist(), self.count, self.mean.tolist(), self.m2.tolist()]
+        return [self.point.tolist(), self.count, self.mean.tolist(), self.m2.tolist(), self.support]
 
     @classmethod
     def from_plain(cls, plain: Any) -> Centre:
-        return cls(*plain)
+        point, count, mean, m2, support = plain
+        return cls(point, count, mean, m2, support=support)

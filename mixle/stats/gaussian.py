@@ -74,7 +74,7 @@ class GaussianFamily(LeafFamily[GaussianParams]):
         w, s1, s2 = sums
         offset = s1 / w
         raw = s2 / w - np.square(offset)
-        variance, repairs = floor_variance(raw, data_scale(frame.mean, frame.variance), self.min_variance, "sigma2")
+        variance, repairs = floor_variance(raw, data_scale(*frame.scale_moments(sums)), self.min_variance, "sigma2")
         return Fit(GaussianParams(float(frame.point + offset), float(variance)), repairs)
 
     def standard(self, frame: Frame | None) -> GaussianParams:
@@ -151,7 +151,7 @@ class GaussianEstimator(LeafEstimator[GaussianParams]):
         pseudo_count: how many observations ``suff_stat`` counts for.
         suff_stat: ``(mu, sigma2)`` to regularize toward.
         min_variance: an absolute variance floor instead of the relative one of :mod:`mixle.stats.policy`.
-        keys: estimators with equal keys share one statistic, and so one fit.
+        keys: estimators with equal keys share one statistic and, given equal settings, one fit.
     """
 
     distribution_type = GaussianDistribution

@@ -188,7 +188,7 @@ class IntegerCategoricalEstimator(LeafEstimator[IntegerCategoricalParams]):
         pseudo_count: how many observations ``suff_stat`` counts for; without ``suff_stat`` they are spread evenly over
             the range, each bound that is None being that of the encoded data.
         suff_stat: ``(min_val, p_vec)`` to regularize toward.
-        keys: estimators with equal keys share one statistic, and so one fit.
+        keys: estimators with equal keys share one statistic and, given equal settings, one fit.
     """
 
     distribution_type = IntegerCategoricalDistribution

@@ -109,7 +109,7 @@ class LeafFamily(ABC, Generic[P]):
 class LeafDistribution(ProbabilityDistribution, Generic[P]):
     """A leaf distribution: a family and its parameters.
 
-    Subclasses set ``params``, ``family`` and call :meth:`_settle`.
+    Subclasses set ``params``, ``family`` and call ``_settle``.
     """
 
     family: LeafFamily[P]

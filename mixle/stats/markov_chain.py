@@ -20,6 +20,8 @@ from mixle.stats.contract import (
     Sampler,
     StatisticAccumulator,
     m_step,
+    require_distributions,
+    require_estimators,
 )
 from mixle.stats.frames import Vocabulary
 from mixle.stats.null import NullDataEncoder, NullDistribution, NullEstimator
@@ -108,7 +110,7 @@ class MarkovChainDistribution(ProbabilityDistribution):
         repairs: tuple[Repair, ...],
     ) -> None:
         self.params, self.name, self.keys = params, name, keys
-        self.len_dist = NullDistribution() if len_dist is None else len_dist
+        (self.len_dist,) = require_distributions((NullDistribution() if len_dist is None else len_dist,), "(len_dist,)")
         self._own_repairs = repairs
 
     @property
@@ -336,7 +338,8 @@ class MarkovChainEstimator(ParameterEstimator):
             raise ValueError("suff_stat has no effect without pseudo_count; give how many observations it counts for")
         prior = None if suff_stat is None else suff_stat.params
         self._fit = ChainFit(None if levels is None else Vocabulary(levels), initial, transition, prior)
-        self.len_estimator = NullEstimator() if len_estimator is None else len_estimator
+        length = NullEstimator() if len_estimator is None else len_estimator
+        (self.len_estimator,) = require_estimators((length,), "(len_estimator,)")
         self.name, self.keys = name, keys
 
     def accumulator_factory(self) -> MarkovChainAccumulatorFactory:

@@ -8,7 +8,7 @@ ever held.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -21,9 +21,12 @@ from mixle.stats.contract import (
     Sampler,
     StatisticAccumulator,
     m_step,
+    require_distributions,
+    require_estimators,
 )
 from mixle.stats.encoding import Encoding, LeafEncoding, impossible_rows, row_count, take_rows
 from mixle.stats.leaf import resolve_prior
+from mixle.stats.mixture_statistic import MixtureStatistic, tell_whole
 from mixle.stats.policy import Repair, within
 from mixle.stats.row_draws import RowDraws
 from mixle.stats.simplex import require_probabilities, weights_from_counts
@@ -92,33 +95,18 @@ class MixtureDataEncoder(DataEncoder):
         return hash((tuple(self.encoders), tuple(self.part_of)))
 
 
-class MixtureStatistic(NamedTuple):
-    """The statistic of a mixture.
-
-    Attributes:
-        counts: ``(k,)`` total responsibility of each component.
-        components: the components' own statistics.
-        impossible: the weight of the rows that no component can produce; they are in no other statistic.
-    """
-
-    counts: np.ndarray
-    components: tuple[Any, ...]
-    impossible: float
-
-
 class MixtureDistribution(ProbabilityDistribution):
     """The mixture of ``components`` with weights ``w``.
 
     Raises:
-        ValueError: ``w`` is not a probability vector with one entry per component.
+        TypeError, ValueError: there is no component, one is no distribution, or ``w`` is not a probability vector with
+            one entry per component.
     """
 
     def __init__(
         self, components: Sequence[ProbabilityDistribution], w: Sequence[float] | np.ndarray, *, name: str | None = None
     ) -> None:
-        self.components = tuple(components)
-        if not self.components:
-            raise ValueError("components=() must hold at least one distribution")
+        self.components: tuple[ProbabilityDistribution, ...] = require_distributions(components, "components")
         self.w = require_probabilities(w, "w", len(self.components))
         self.name = name
         with np.errstate(divide="ignore"):
@@ -336,9 +324,10 @@ class MixtureEstimator(ParameterEstimator):
         pseudo_count: how many observations ``suff_stat`` counts for in the weights.
         suff_stat: ``(k,)`` weights to regularize toward; uniform if only ``pseudo_count`` is given.
         keys: ``(weights, components)``: mixtures with an equal key share their weights, or their components one by one.
+            A key of a component's own part goes before that: components whose parts share one key are alike there.
 
     Raises:
-        ValueError: there is no component, or the weights do not fit them.
+        TypeError, ValueError: there is no component, one is no estimator, or the weights do not fit them.
     """
 
     def __init__(
@@ -351,15 +340,15 @@ class MixtureEstimator(ParameterEstimator):
         name: str | None = None,
         keys: tuple[str | None, str | None] = (None, None),
     ) -> None:
-        self.estimators = tuple(estimators)
+        self.estimators: tuple[ParameterEstimator, ...] = require_estimators(estimators, "estimators")
         k = len(self.estimators)
-        if not k:
-            raise ValueError("estimators=() must hold at least one estimator")
         self.fixed_weights = None if fixed_weights is None else require_probabilities(fixed_weights, "fixed_weights", k)
         if self.fixed_weights is not None and pseudo_count is not None:
             raise ValueError("pseudo_count has no effect on fixed_weights; give one of the two")
         self.prior = None if suff_stat is None else require_probabilities(suff_stat, "suff_stat", k)
         self.pseudo_count = resolve_prior(pseudo_count, self.prior)
+        if not isinstance(keys, tuple) or len(keys) != 2:
+            raise TypeError(f"keys={keys!r} must be a pair (weights, components) of names or None")
         self.name, self.keys = name, keys
 
     def accumulator_factory(self) -> MixtureAccumulatorFactory:
@@ -369,6 +358,7 @@ class MixtureEstimator(ParameterEstimator):
         self, nobs: float | None, suff_stat: MixtureStatistic, previous: ProbabilityDistribution | None = None
     ) -> MixtureDistribution:
         counts, statistics, impossible = suff_stat
+        statistics = tell_whole(statistics)
         k = len(self.estimators)
         before = previous.components if isinstance(previous, MixtureDistribution) else (None,) * k
         parts = zip(self.estimators, counts, statistics, before, strict=True)

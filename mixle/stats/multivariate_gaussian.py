@@ -91,7 +91,7 @@ class MultivariateGaussianFamily(LeafFamily[MultivariateGaussianParams]):
         w, s1, s2 = sums
         offset = s1 / w
         raw = (s2 + s2.T) / (2 * w) - np.outer(offset, offset)
-        covar, repairs = floor_covariance(raw, data_scale(frame.mean, frame.variance), self.min_variance, "covar")
+        covar, repairs = floor_covariance(raw, data_scale(*frame.scale_moments(sums)), self.min_variance, "covar")
         return Fit(MultivariateGaussianParams(frame.point + offset, covar), repairs)
 
     def standard(self, frame: Frame | None) -> MultivariateGaussianParams:
@@ -196,7 +196,7 @@ class MultivariateGaussianEstimator(LeafEstimator[MultivariateGaussianParams]):
         pseudo_count: how many observations ``suff_stat`` counts for.
         suff_stat: ``(mu, covar)`` to regularize toward.
         min_variance: an absolute variance floor instead of the relative one of :mod:`mixle.stats.policy`.
-        keys: estimators with equal keys share one statistic, and so one fit.
+        keys: estimators with equal keys share one statistic and, given equal settings, one fit.
     """
 
     distribution_type = MultivariateGaussianDistribution

@@ -16,6 +16,8 @@ from mixle.stats.contract import (
     Sampler,
     StatisticAccumulator,
     m_step,
+    require_distributions,
+    require_estimators,
 )
 from mixle.stats.encoding import Encoding, LeafEncoding, impossible_rows, take_rows
 from mixle.stats.policy import Repair, within
@@ -133,7 +135,7 @@ class OptionalDistribution(ProbabilityDistribution):
         missing_value: Any = None,
         name: str | None = None,
     ) -> None:
-        self.dist = dist
+        (self.dist,) = require_distributions((dist,), "(dist,)")
         self.p = None if p is None else require_finite_float(p, "p", minimum=0.0, maximum=1.0)
         self.missing_value = missing_value
         self.name = name
@@ -294,7 +296,8 @@ class OptionalEstimator(ParameterEstimator):
         name: str | None = None,
         keys: str | None = None,
     ) -> None:
-        self.estimator, self.missing_value = estimator, missing_value
+        (self.estimator,) = require_estimators((estimator,), "(estimator,)")
+        self.missing_value = missing_value
         self.est_prob = require_exact_bool(est_prob, "est_prob")
         if pseudo_count is not None:
             pseudo_count = require_finite_float(pseudo_count, "pseudo_count", exclusive_minimum=0.0)

@@ -125,7 +125,7 @@ class PoissonEstimator(LeafEstimator[PoissonParams]):
     Args:
         pseudo_count: how many observations ``suff_stat`` counts for.
         suff_stat: the mean to regularize toward.
-        keys: estimators with equal keys share one statistic, and so one fit.
+        keys: estimators with equal keys share one statistic and, given equal settings, one fit.
     """
 
     distribution_type = PoissonDistribution

@@ -1,10 +1,11 @@
 """The numerical policy: what a degenerate fit becomes, decided once for every family.
 
-* A variance is floored at :data:`MIN_VARIANCE_RATIO` times the variance of the whole encoded data along that axis, so
-  that rescaling the data rescales the fit. Data without spread uses ``max(1, mean**2)`` as its scale.
+* A variance is floored at :data:`MIN_VARIANCE_RATIO` times the variance of the whole data along that axis, so that
+  rescaling the data rescales the fit; for a mixture's component, the whole is what all components share. Data without
+  spread uses ``max(1, mean**2)`` as its scale.
 * A covariance has its eigenvalues floored in the units of that per-axis scale.
 * A positive mean that is a scale (the exponential's) is floored at :data:`MIN_MEAN_RATIO` times the mean of the whole
-  encoded data, or times one where that is zero.
+  data, or times one where that is zero.
 * A part that no observation reaches (an empty component, an unseen row) keeps its previous parameters; without any, it
   gets the family's standard parameters. A total weight of :data:`MIN_MASS` or less is none: below it, products with
   data lose their digits to underflow.
@@ -99,7 +100,7 @@ def floor_variance(
 
 
 def floor_mean(mean: float, scale: float, minimum: float | None, parameter: str) -> tuple[float, tuple[Repair, ...]]:
-    """Floor a mean that must be positive; ``scale`` is the mean of the whole encoded data."""
+    """Floor a mean that must be positive; ``scale`` is the mean of the whole data."""
     floor = MIN_MEAN_RATIO * (scale if scale > 0 else 1.0) if minimum is None else minimum
     if mean >= floor:
         return mean, ()

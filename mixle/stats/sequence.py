@@ -9,6 +9,7 @@ what an object can do, never what it is. The steps that handles share, :func:`ac
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ def seq_encode(
     chunks = require_positive_int(num_chunks, "num_chunks")
     n = len(data)
     bounds = [n * i // chunks for i in range(chunks + 1)]
-    spans = [(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a] or [(0, 0)]
+    spans = [(a, b) for a, b in pairwise(bounds) if b > a] or [(0, 0)]
     encoded = [(b - a, encode.seq_encode(data[a:b])) for a, b in spans]
     frames = join_all([encoding_frames(enc) for _, enc in encoded])
     return [(count, reframe_encoding(enc, frames)) for count, enc in encoded]

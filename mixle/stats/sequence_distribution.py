@@ -15,6 +15,8 @@ from mixle.stats.contract import (
     Sampler,
     StatisticAccumulator,
     m_step,
+    require_distributions,
+    require_estimators,
 )
 from mixle.stats.encoding import Encoding, LeafEncoding, impossible_rows, take_rows
 from mixle.stats.null import NullDistribution, NullEstimator
@@ -126,8 +128,10 @@ class SequenceDistribution(ProbabilityDistribution):
     def __init__(
         self, dist: ProbabilityDistribution, len_dist: ProbabilityDistribution | None = None, *, name: str | None = None
     ) -> None:
-        self.dist = dist
-        self.len_dist = NullDistribution() if len_dist is None else len_dist
+        self.len_dist: ProbabilityDistribution
+        self.dist, self.len_dist = require_distributions(
+            (dist, NullDistribution() if len_dist is None else len_dist), "(dist, len_dist)"
+        )
         self.name = name
 
     @property
@@ -250,8 +254,9 @@ class SequenceEstimator(ParameterEstimator):
     def __init__(
         self, estimator: ParameterEstimator, len_estimator: ParameterEstimator | None = None, *, name: str | None = None
     ) -> None:
-        self.estimator = estimator
-        self.len_estimator = NullEstimator() if len_estimator is None else len_estimator
+        self.estimator, self.len_estimator = require_estimators(
+            (estimator, NullEstimator() if len_estimator is None else len_estimator), "(estimator, len_estimator)"
+        )
         self.name = name
 
     def accumulator_factory(self) -> SequenceAccumulatorFactory:

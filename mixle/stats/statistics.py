@@ -115,7 +115,10 @@ def unpack(vector: np.ndarray, like: Any) -> Any:
             return float(piece[0])
         return piece.reshape(node.shape).astype(node.dtype)
 
-    statistic = _map(like, lambda leaf: LeafStatistic(leaf.frame, tuple(give(s) for s in leaf.sums)), give)
+    def give_leaf(leaf: LeafStatistic) -> LeafStatistic:
+        return LeafStatistic(leaf.frame, tuple(np.asarray(give(s)) for s in leaf.sums))
+
+    statistic = _map(like, give_leaf, give)
     if position != len(vector):
         raise ValueError(f"a vector of {len(vector)} sums does not fit a statistic of {position}")
     return statistic
