@@ -1,0 +1,83 @@
+"""Where each parameter of a model lies under a plan: how to make it whole, and which part of it is a rank's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from mixle.experimental.tensor_pipeline_context_parallel.collectives import gathered
+from mixle.experimental.tensor_pipeline_context_parallel.mesh import PlanMesh
+from mixle.experimental.tensor_pipeline_context_parallel.plan import Plan, split_blocks
+from mixle.experimental.tensor_pipeline_context_parallel.tensor_parallel import split_dim
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parts of a model's parameters, and of what has their shapes: moments, gradients.
+
+    Attributes:
+        shapes: of the whole parameters, by name.
+        blocks: how many the model has.
+    """
+
+    plan: Plan
+    mesh: PlanMesh
+    shapes: Mapping[str, torch.Size]
+    blocks: int
+
+    def owner(self, name: str) -> int:
+        """Return the pipeline rank that has a parameter; the first, of tied embeddings."""
+        if name.startswith(("embedding", "position_embedding")):
+            return 0
+        if not name.startswith("blocks."):
+            return self.plan.pp - 1
+        block = int(name.split(".")[1])
+        parts = split_blocks(self.blocks, self.plan.stages)
+        return next(stage for stage, part in enumerate(parts) if block in part) % self.plan.pp
+
+    def whole(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+        """Return whole tensors on every rank, from the parts that each has; a collective call.
+
+        Args:
+            tensors: this rank's parts, laid out as the parameters of these names; scalars are whole already.
+            names: all of them, on all ranks, in the same order.
+        """
+        return {name: self._whole(name, tensors.get(name)) for name in names}
+
+    def _whole(self, name: str, part: Tensor | None) -> Tensor:
+        group, owner, tensor = self.mesh.group("pp"), self.owner(name), None
+        if group.rank() == owner:
+            assert part is not None
+            tensor = (part.full_tensor() if isinstance(part, DTensor) else part).detach()
+            dim = split_dim(name)
+            if dim is not None and tensor.ndim and self.plan.tp > 1:
+                tensor = gathered(tensor, dim, self.mesh.group("tp"))
+        if self.plan.pp == 1:
+            assert tensor is not None
+            return tensor
+        return self._from(owner, name, tensor)
+
+    def _from(self, owner: int, name: str, tensor: Tensor | None) -> Tensor:
+        """Bring a whole tensor, or a scalar that goes with it, to the other stages."""
+        group, device = self.mesh.group("pp"), self.mesh.device
+        is_scalar = torch.tensor([tensor is not None and tensor.ndim == 0], device=device)
+        dist.broadcast(is_scalar, group=group, group_src=owner)
+        shape = torch.Size() if is_scalar.item() else self.shapes[name]
+        sent = torch.empty(shape, device=device) if tensor is None else tensor.to(device).contiguous()
+        dist.broadcast(sent, group=group, group_src=owner)
+        return sent
+
+    def part(self, name: str, tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+        """Return this rank's part of a whole tensor, laid out as ``parameter``; a collective call under FSDP2."""
+        dim = split_dim(name)
+        if dim is not None:
+            tensor = tensor.chunk(self.plan.tp, dim)[self.mesh.rank("tp")]
+        tensor = tensor.detach().to(device=parameter.device, dtype=parameter.dtype, copy=True).contiguous()
+        if isinstance(parameter, DTensor):
+            tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+        return tensor
