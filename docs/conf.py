@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import pydoc
 import tomllib
 from pathlib import Path
+
+from docutils.nodes import TextElement
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 
 project = "mixle"
 author = "mixle contributors"
@@ -32,8 +38,17 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
 napoleon_use_rtype = False
+nitpick_ignore = [("py:class", "torch.optim.optimizer.Optimizer")]  # not where torch says it is
 
-# Types of other libraries: their documentation is not linked, so that building needs no network.
-nitpick_ignore_regex = [
-    (r"py:.*", r"(np|numpy|torch|collections|typing|pathlib|types|abc|concurrent)\..*"),
-]
+
+def show_undocumented(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: TextElement) -> TextElement | None:
+    """Show as plain text a name that exists but has no page: other libraries', type variables, private types."""
+    target, module, owner = node["reftarget"], node.get("py:module"), node.get("py:class")
+    places = ["", f"{module}."]
+    if module and owner and (found := pydoc.locate(f"{module}.{owner}")) is not None:
+        places.append(f"{getattr(found, '__module__', module)}.")
+    return text if any(pydoc.locate(place + target) is not None for place in places) else None
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("missing-reference", show_undocumented)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from typing import TYPE_CHECKING
 
 from mixle.utils.optional_import import optional_import
 
+if TYPE_CHECKING:
+    import typer
 
-def main() -> None:
-    """Run the command line on ``sys.argv`` and exit with its status."""
-    try:
-        typer = optional_import("typer", extra="cli")
-        optional_import("rich", extra="cli")
-    except ImportError as error:
-        sys.exit(f"mixle: {error}")
+
+def build_app() -> typer.Typer:
+    """Return the command line.
+
+    Raises:
+        ImportError: the ``cli`` extra is not installed.
+    """
+    for module in ("typer", "rich", "matplotlib"):
+        optional_import(module, extra="cli")
+    import typer
+
     from mixle.lm.command import lm
 
     app = typer.Typer(
@@ -25,4 +33,14 @@ def main() -> None:
         """Statistical modelling in one verb: the estimator says what is fitted, the data handle says where and how."""
 
     app.command("lm")(lm)
-    app()
+    return app
+
+
+def main() -> None:
+    """Run the command line on ``sys.argv`` and exit with its status."""
+    try:
+        build_app()()
+    except ImportError as error:
+        sys.exit(f"mixle: {error}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

@@ -45,6 +45,6 @@ class FitHistory:
 
     @property
     def score(self) -> float:
-        """What the returned model is judged by: its validation log-density if there is one, else its log-density."""
+        """What the returned model is judged by, its validation log-density if there is one, else its log-density."""
         chosen = self.iterations[self.best]
         return chosen.log_density if chosen.validation is None else chosen.validation

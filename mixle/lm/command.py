@@ -28,7 +28,10 @@ def lm(
     context: typer.Context,
     files: Annotated[
         list[str] | None,
-        typer.Argument(help="Text files, read as bytes. Default: the standard library of the Python that runs this."),
+        typer.Argument(
+            metavar="FILES",
+            help="Text files, read as bytes. Default: the standard library of the Python that runs this.",
+        ),
     ] = None,
     max_bytes: Annotated[
         int, typer.Option(help="Read at most this many bytes in all, files in seeded order.", rich_help_panel=TEXT)
@@ -58,7 +61,10 @@ def lm(
         int, typer.Option(help="Fixes split, initial parameters, data order, sample.", rich_help_panel=MODEL)
     ] = DEFAULTS.seed,
     nproc: Annotated[
-        int | None, typer.Option(help="Processes on this machine, started under torchrun.", rich_help_panel=RUNNING)
+        int | None,
+        typer.Option(
+            help="Processes on this machine, started under torchrun.", show_default="1", rich_help_panel=RUNNING
+        ),
     ] = None,
     device: Annotated[
         Device, typer.Option(help="auto takes CUDA where there is one.", rich_help_panel=RUNNING)
@@ -80,8 +86,8 @@ def lm(
 ) -> None:
     """Train a byte-level language model on text and compare it, on held-out bytes, with simpler models and xz.
 
-    A categorical, a Markov chain and a transformer are fitted by the same call on the same data handle. The table at
-    the end gives bits per byte; beside it are a sample of generated text, a plot of the loss and the saved model.
+    A categorical, a Markov chain and a transformer are fitted by the same call on the same data handle.
+    It ends with a table of bits per byte, a sample of generated text, a plot of the loss and the saved model.
 
     [bold]mixle lm[/]                       the standard library, one process
 
@@ -112,7 +118,7 @@ def lm(
             else:
                 _refuse_settings(context)
                 folder = RunFolder(resume)
-                settings = folder.settings()
+                settings = folder.unfinished_settings()
             rank, processes = _place(nproc)
             settings.per_process(processes)
             if parallel == "none" and processes > 1:

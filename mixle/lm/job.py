@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 VOCAB = 256
 PSEUDO_COUNT = 1.0
 WARMUP_SHARE = 0.05
-EVALUATIONS, EVALUATION_BYTES = 10, 20_000
+EVALUATIONS, EVALUATION_BYTES, PIECE = 10, 20_480, 1_024
 PROMPT_BYTES, SAMPLE_BYTES, SAMPLE_TEMPERATURE = 64, 400, 0.7
 
 
@@ -72,9 +72,10 @@ class Job:
             estimator = self._new_estimator(total_steps) if earlier is None else earlier.estimator()
             leaf, _ = _timed(tokens, estimator, earlier)
             leaf = leaf.unshard()
+            complete = leaf.state.step == total_steps
             if self.rank == 0:
-                self._save(leaf)
-            if leaf.state.step < total_steps:
+                self._save(leaf, complete=complete)
+            if not complete:
                 console.print(f"Stopped after step {leaf.state.step:,} of {total_steps:,}; the model is saved.")
                 console.print(f"Go on with: mixle lm --resume {self.folder.path}", style="bold")
                 return 128 + (self.interrupt.signal or 0)
@@ -125,7 +126,7 @@ class Job:
         settings = self.settings
         epochs = settings.epochs - (0 if earlier is None else earlier.state.epoch)
         steps = settings.epochs * math.ceil(len(self.corpus.train) / (settings.block * settings.batch_size))
-        evaluation = Evaluation(self.corpus.heldout[:EVALUATION_BYTES], every=max(1, steps // EVALUATIONS))
+        evaluation = Evaluation(evenly(self.corpus.heldout), every=max(1, steps // EVALUATIONS))
         options = TrainingOptions(max_grad_norm=1.0, evaluation=evaluation, callbacks=[stop_if_asked])
         return self._tokens(self.corpus.train, epochs=epochs, training=options)
 
@@ -161,10 +162,10 @@ class Job:
         console.print(f"{name}: {score.bits_per_byte:.3f} bits per byte after {seconds:.1f} s")
         return score
 
-    def _save(self, leaf: StreamingTransformerLeaf) -> None:
+    def _save(self, leaf: StreamingTransformerLeaf, *, complete: bool) -> None:
         self.folder.path.mkdir(parents=True, exist_ok=True)
         leaf.save(self.folder.model)
-        self.folder.describe(self.settings, self.corpus)
+        self.folder.describe(self.settings, self.corpus, complete=complete)
 
     def _report(self, leaf: StreamingTransformerLeaf, scores: list[Score], console: Console) -> None:
         bytes_seen = np.cumsum([record.targets for record in leaf.history]).tolist()
@@ -200,6 +201,14 @@ class Job:
 def _timed(tokens: StreamingTokenEncodedData, estimator: Any, earlier: Any = None) -> tuple[Any, float]:
     started = time.perf_counter()
     return seq_estimate(tokens, estimator, earlier), time.perf_counter() - started
+
+
+def evenly(ids: np.ndarray) -> np.ndarray:
+    """Return at most ``EVALUATION_BYTES``, in pieces spread evenly over ``ids``, to score often at little cost."""
+    if len(ids) <= EVALUATION_BYTES:
+        return ids
+    starts = np.linspace(0, len(ids) - PIECE, EVALUATION_BYTES // PIECE).astype(np.int64)
+    return ids[(starts[:, None] + np.arange(PIECE)).ravel()]
 
 
 def printable(text: str) -> str:

@@ -7,6 +7,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mixle.lm.corpus import Corpus
 from mixle.lm.settings import Settings
@@ -47,25 +48,32 @@ class RunFolder:
         if self.path.exists() and any(self.path.iterdir()) and not self.description.is_file():
             raise ValueError(f"--out {self.path} holds files that are not of an earlier run; name another folder")
 
-    def describe(self, settings: Settings, corpus: Corpus) -> None:
+    def describe(self, settings: Settings, corpus: Corpus, *, complete: bool) -> None:
         """Write what it takes to go on."""
-        described = {"settings": dataclasses.asdict(settings), "text_sha256": _sha256(corpus)}
+        described = {"settings": dataclasses.asdict(settings), "text_sha256": _sha256(corpus), "complete": complete}
         self.description.write_text(json.dumps(described, indent=2) + "\n")
 
-    def settings(self) -> Settings:
-        """Return the settings of the run in this folder."""
+    def unfinished_settings(self) -> Settings:
+        """Return the settings of the run in this folder; refuse one that there is nothing to do for."""
         if not self.description.is_file():
             raise ValueError(f"--resume {self.path} is not the folder of a run: it has no {self.description.name}")
-        values = json.loads(self.description.read_text())["settings"]
+        described = self._described()
+        if described["complete"]:
+            raise ValueError(f"--resume {self.path}: that run is complete; start a new one, with more --epochs perhaps")
+        values = described["settings"]
         return Settings(**{**values, "files": tuple(values["files"])})
 
     def require_same_text(self, corpus: Corpus) -> None:
         """Refuse to go on with another text than the run began with."""
-        if json.loads(self.description.read_text())["text_sha256"] != _sha256(corpus):
+        if self._described()["text_sha256"] != _sha256(corpus):
             raise ValueError(
                 f"--resume {self.path}: the text is not what the run began with (files, or the Python whose library it "
                 "is, have changed); start a new run"
             )
+
+    def _described(self) -> dict[str, Any]:
+        described: dict[str, Any] = json.loads(self.description.read_text())
+        return described
 
 
 def _sha256(corpus: Corpus) -> str:

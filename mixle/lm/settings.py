@@ -33,15 +33,15 @@ class Settings:
     """
 
     files: tuple[str, ...] = ()
-    max_bytes: int = 3_000_000
-    heldout: float = 0.05
+    max_bytes: int = 1_700_000
+    heldout: float = 0.1
     epochs: int = 1
-    d_model: int = 128
-    layers: int = 4
-    heads: int = 4
+    d_model: int = 64
+    layers: int = 3
+    heads: int = 2
     block: int = 128
-    batch_size: int = 16
-    lr: float = 3e-3
+    batch_size: int = 8
+    lr: float = 1e-2
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -51,9 +51,9 @@ class Settings:
         if self.seed < 0:
             raise ValueError(f"--seed {self.seed} must be at least 0")
         if not 0 < self.heldout < 1:
-            raise ValueError(f"--heldout {self.heldout} must lie between 0 and 1, for example 0.05")
+            raise ValueError(f"--heldout {self.heldout} must lie between 0 and 1, for example 0.1")
         if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"--lr {self.lr} must be positive and finite, for example 0.003")
+            raise ValueError(f"--lr {self.lr} must be positive and finite, for example 0.01")
         if self.d_model % self.heads or (self.d_model // self.heads) % 2:
             fits = [heads for heads in range(1, self.d_model + 1) if self.d_model % (2 * heads) == 0]
             if not fits:
