@@ -20,6 +20,10 @@ B = TypeVar("B")
 B_contra = TypeVar("B_contra", contravariant=True)
 
 
+class LocalFailure(Exception):  # noqa: N818  (it carries the error of this rank to where all ranks agree on it)
+    """This rank failed before it entered a collective of the step; the cause says how."""
+
+
 class Engine(Protocol[B_contra]):
     """One rank's part of the arithmetic. All ranks make the same calls in the same order.
 
@@ -41,6 +45,9 @@ class Engine(Protocol[B_contra]):
 
         The gradients of the ranks are averaged when ``last`` of the optimizer step is done. A sum that is not finite
         makes the whole gradient NaN, on every rank.
+
+        Raises:
+            LocalFailure: the batch failed, but this rank can still take part in the step with another one.
         """
 
     def gradient_norm(self) -> Tensor:
@@ -86,7 +93,12 @@ class DataParallelEngine(Generic[B]):
 
     def forward_backward(self, batch: B, scale: float, *, last: bool) -> Tensor:
         with self._synchronizing(last):
-            loss = self._loss_sum(self._call, batch)
+            try:
+                loss = self._loss_sum(self._call, batch)
+            except Exception as error:
+                if isinstance(self.module, FSDPModule):  # somewhere among the gathers of its forward pass
+                    raise
+                raise LocalFailure from error
             total = loss.detach()
             loss.backward(total * 0.0 + scale)  # NaN unless the sum is finite
         return total

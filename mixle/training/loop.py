@@ -2,7 +2,8 @@
 
 It is given a source of batches, an engine that turns them into gradients and the state that it moves on; it knows
 neither DDP from FSDP2 nor tokens from anything else. Apart from what callbacks ask for, it adds no collective to the
-engine's own: losses stay where they were computed and are reduced once, at the end.
+engine's own: losses stay where they were computed and are reduced once, at the end. A rank whose data or module fails
+says so through the collective that is there anyway: it makes the gradient NaN, whereupon all ranks stop to ask who did.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from mixle.training.engine import Engine
+from mixle.training.engine import Engine, LocalFailure
 from mixle.training.modes import training_mode
 from mixle.training.optimizer import OptimizerOptions
 from mixle.training.options import StopTraining, TrainingOptions
 from mixle.training.progress import Progress
-from mixle.training.ranks import Ranks
+from mixle.training.ranks import PREPARATION_S, Ranks
 from mixle.training.state import StepRecord, TrainingState
 
 B = TypeVar("B")
@@ -34,6 +35,9 @@ class BatchSource(Protocol[B_co]):
 
     def batch(self, epoch: int, step: int) -> B_co:
         """Return this rank's batch of a schedule step."""
+
+    def blank(self) -> B_co:
+        """Return any batch of the same shape with targets; its gradient is not used."""
 
     def targets(self, epoch: int, step: int) -> int:
         """Return how many real targets all ranks train at that step."""
@@ -61,13 +65,15 @@ def train(
         evaluate: returns the mean held-out loss; called on every rank after every ``options.evaluation.every``-th step.
 
     Raises:
+        ValueError: the ranks are not at the same step, or move parameters differently.
         FloatingPointError: on every rank, at a step that is not finite, unless it is to be skipped. The parameters and
             ``state`` are then as they were before that step.
-        Exception: whatever this rank's data, module or callback raised; its peers raise that it did.
+        Exception: whatever a rank's data, module or callback raised; on its peers as ``ranks`` tells of it.
     """
     if not epochs:
         return
-    run = _Run(engine, source, state, epochs, options, optimizer_options, evaluate, rank=ranks.rank)
+    _require_same_start(ranks, state, optimizer_options)
+    run = _Run(engine, source, state, epochs, options, optimizer_options, evaluate, ranks)
     with ranks.guard("training"):
         cuda = [run.device] if run.device.type == "cuda" else []
         with training_mode(engine.module), torch.random.fork_rng(cuda), run.progress:
@@ -76,6 +82,18 @@ def train(
         run.settle_history()
     if trouble is not None:
         raise trouble
+
+
+def _require_same_start(ranks: Ranks, state: TrainingState, optimizer_options: OptimizerOptions) -> None:
+    """Refuse to start ranks apart: they would train models apart."""
+    mine = f"step {state.step}, epoch {state.epoch}+{state.epoch_step}, {optimizer_options}"
+    starts = ranks.exchange("starting to train", mine, deadline_s=PREPARATION_S)
+    for rank, start in enumerate(starts):
+        if start != starts[0]:
+            raise ValueError(
+                f"rank {rank} starts at {start}, but rank 0 at {starts[0]}; give every rank the same estimator and "
+                "previous estimate"
+            )
 
 
 class _Run:
@@ -90,22 +108,22 @@ class _Run:
         options: TrainingOptions,
         optimizer_options: OptimizerOptions,
         evaluate: Callable[[], float] | None,
-        *,
-        rank: int,
+        ranks: Ranks,
     ) -> None:
         self.engine, self.source, self.state, self.options = engine, source, state, options
-        self.rates, self.evaluate = optimizer_options, evaluate
+        self.rates, self.evaluate, self.ranks = optimizer_options, evaluate, ranks
+        self.failure: Exception | None = None
         self.optimizer = state.optimizer.bind(optimizer_options, engine.parameters())
         self.device = engine.device
         if state.epoch_step >= source.steps_per_epoch:  # a position in longer data
             state.epoch, state.epoch_step = state.epoch + 1, 0
         self.last_epoch = state.epoch + epochs
         per_epoch = -(-source.steps_per_epoch // options.gradient_accumulation)
-        self.progress = Progress(per_epoch * epochs, options.progress, rank)
+        self.progress = Progress(per_epoch * epochs, options.progress, ranks.rank)
         self.unsettled: list[tuple[Tensor, dict[str, Any]]] = []
 
-    def take_steps(self) -> FloatingPointError | None:
-        """Take steps until the epochs are complete, a callback stops them, or one is not finite."""
+    def take_steps(self) -> Exception | None:
+        """Take steps until the epochs are complete or a callback stops them; return what went wrong on any rank."""
         state, per_epoch = self.state, self.source.steps_per_epoch
         self.optimizer.zero_grad()
         while state.epoch < self.last_epoch:
@@ -117,12 +135,10 @@ class _Run:
             norm = self.engine.gradient_norm()
             size = norm.item()
             finite = math.isfinite(size)
-            if not finite and self.options.nonfinite == "raise":
+            trouble = None if finite else self._trouble(epoch, first)
+            if trouble is not None:
                 self.optimizer.zero_grad()
-                return FloatingPointError(
-                    f"the loss or its gradient is not finite at step {state.step + 1} (epoch {epoch}, schedule step "
-                    f'{first}); the parameters are as they were before it. nonfinite="skip" passes over such steps'
-                )
+                return trouble
             rate = self.rates.learning_rate(state.step)
             if finite:
                 self._move(norm, rate)
@@ -142,8 +158,10 @@ class _Run:
             }
             self.unsettled.append((loss_sum, facts))
             self.progress.advance(loss_sum, self.engine.averaged_over / targets, targets)
-            if self.options.callbacks and self._is_stopped():
-                break
+            if self.options.callbacks:
+                stopped, trouble = self._call_back()
+                if stopped:
+                    return trouble
         return None
 
     def _gradient(self, epoch: int, steps: range, scale: float) -> Tensor:
@@ -152,11 +170,39 @@ class _Run:
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
-        loss_sums = [
-            self.engine.forward_backward(self.source.batch(epoch, step), scale, last=step == steps[-1])
-            for step in steps
-        ]
+        loss_sums = [self._add_gradient(epoch, step, scale, last=step == steps[-1]) for step in steps]
         return loss_sums[0] if len(loss_sums) == 1 else torch.stack(loss_sums).sum()
+
+    def _add_gradient(self, epoch: int, step: int, scale: float, *, last: bool) -> Tensor:
+        """Add one schedule step's gradient; NaN once this rank has failed, which every rank will see."""
+        if self.failure is None:
+            try:
+                batch = self.source.batch(epoch, step)
+            except Exception as error:
+                self.failure = error
+            else:
+                try:
+                    return self.engine.forward_backward(batch, scale, last=last)
+                except LocalFailure as error:
+                    assert isinstance(error.__cause__, Exception)
+                    self.failure = error.__cause__
+        try:
+            return self.engine.forward_backward(self.source.blank(), math.nan, last=last)
+        except LocalFailure:
+            raise self.failure from None
+
+    def _trouble(self, epoch: int, first: int) -> Exception | None:
+        """Return why a step was not finite, unless that is to be skipped."""
+        try:
+            self.ranks.agree(f"step {self.state.step + 1}", self.failure)
+        except Exception as error:
+            return error
+        if self.options.nonfinite == "skip":
+            return None
+        return FloatingPointError(
+            f"the loss or its gradient is not finite at step {self.state.step + 1} (epoch {epoch}, schedule step "
+            f'{first}); the parameters are as they were before it. nonfinite="skip" passes over such steps'
+        )
 
     def _move(self, norm: Tensor, rate: float) -> None:
         if self.options.max_grad_norm is not None:
@@ -172,16 +218,26 @@ class _Run:
             return None
         return self.evaluate()
 
-    def _is_stopped(self) -> bool:
-        """Show the step to the callbacks; tell whether one of any rank's asked to stop."""
+    def _call_back(self) -> tuple[bool, Exception | None]:
+        """Show the step to the callbacks; tell whether one of any rank's asked to stop or failed, and how."""
         self.settle_history()
-        stop = 0.0
-        for callback in self.options.callbacks:
-            try:
-                callback(self.state.history[-1])
-            except StopTraining:
-                stop = 1.0
-        return self._reduced([torch.tensor(stop)])[0] > 0
+        stop = False
+        try:
+            for callback in self.options.callbacks:
+                try:
+                    callback(self.state.history[-1])
+                except StopTraining:
+                    stop = True
+        except Exception as error:
+            self.failure = error
+        stops, failures = self._reduced([torch.tensor(float(flag)) for flag in (stop, self.failure is not None)])
+        if not failures:
+            return stops > 0, None
+        try:
+            self.ranks.agree(f"the callbacks of step {self.state.step}", self.failure)
+        except Exception as error:
+            return True, error
+        return True, None
 
     def settle_history(self) -> None:
         """Reduce the losses that are still this rank's own, in one collective, and record them."""

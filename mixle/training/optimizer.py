@@ -169,8 +169,13 @@ class OptimizerState:
         if self._bound is None or not self._is_bound_to(parameters):
             moments = self.dense()
             optimizer = options.build(parameters.values())
-            for name, slots in moments.items():
-                optimizer.state[parameters[name]] = _fitted(name, slots, parameters)
+            odd = moments.keys() - parameters.keys()
+            if odd:
+                raise ValueError(f"the optimizer's state has {min(odd)!r}, which is no parameter of the module")
+            # In one order on all ranks: sharding a moment is a collective.
+            for name, parameter in parameters.items():
+                if name in moments:
+                    optimizer.state[parameter] = _fitted(name, moments[name], parameter)
             self._bound, self._parameters, self._moments = optimizer, parameters, {}
             self._device = next(iter(parameters.values())).device
         self.kind = options.optimizer
@@ -197,10 +202,9 @@ class OptimizerState:
         return vars(OptimizerState(self.kind, self.dense())).copy()
 
 
-def _fitted(name: str, slots: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> dict[str, Any]:
-    parameter = parameters[name]
+def _fitted(name: str, slots: dict[str, Tensor], parameter: nn.Parameter) -> dict[str, Any]:
     fitted: dict[str, Any] = {}
-    for slot, value in slots.items():
+    for slot, value in sorted(slots.items()):
         if slot == "step":
             fitted[slot] = value.detach().to(parameter.device, copy=True)
             continue

@@ -36,6 +36,12 @@ class TokenBatches:
         targets = rows.targets if rows.mask.all() else np.where(rows.mask, rows.targets, IGNORED)
         return TokenTensors(torch.from_numpy(rows.inputs).to(self._device), torch.from_numpy(targets).to(self._device))
 
+    def blank(self) -> TokenTensors:
+        """Return a batch of zeros."""
+        spec, rows = self._schedule.spec, self._schedule.batch_size
+        inputs = torch.zeros((rows, spec.block), dtype=torch.int64, device=self._device)
+        return TokenTensors(inputs, inputs[:, : spec.targets_per_window])
+
     def targets(self, epoch: int, step: int) -> int:
         """Return how many real targets all replicas train at a step."""
         return self._schedule.global_targets(epoch, step)

@@ -18,14 +18,11 @@ from mixle.training.loop import train
 from mixle.training.next_token import NextToken, TokenTensors
 from mixle.training.optimizer import OptimizerOptions
 from mixle.training.options import TrainingOptions
-from mixle.training.ranks import Ranks
+from mixle.training.ranks import PREPARATION_S, Ranks
 from mixle.training.scoring import log_densities, log_density_sum
 from mixle.training.state import TrainingState
 from mixle.training.token_batches import TokenBatches
 from mixle.training.wrap import Parallel, Precision, resolve_wrapping, sharding_of, wrap
-
-# Ranks read shards of different lengths from different disks before they meet for the first time.
-PREPARATION_S = 600.0
 
 
 class TokenTrainer:

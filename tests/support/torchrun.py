@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ def launch(program: Path, *arguments: str, ranks: int, timeout_s: float = 120.0,
     with tempfile.TemporaryDirectory() as folder:
         paths = [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        environment |= {"OMP_NUM_THREADS": "1", "MIXLE_TEST_REPORTS": folder}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "MIXLE_TEST_REPORTS": folder}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", str(ranks), str(program), *arguments]
         process = subprocess.Popen(
@@ -50,7 +51,13 @@ def launch(program: Path, *arguments: str, ranks: int, timeout_s: float = 120.0,
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            ranks_alive = descendants(process.pid)
+            for each in ranks_alive:  # faulthandler says where each of them was
+                os.kill(each, signal.SIGABRT)
+            time.sleep(1.0)
+            for each in [process.pid, *descendants(process.pid), *ranks_alive]:
+                with suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
             output, _ = process.communicate()
             raise AssertionError(f"{program.name} on {ranks} ranks outlived {timeout_s:g} s:\n{output}") from None
         files = [Path(folder) / f"{rank}.json" for rank in range(ranks)]
@@ -58,6 +65,17 @@ def launch(program: Path, *arguments: str, ranks: int, timeout_s: float = 120.0,
         if check and process.returncode != 0:
             raise AssertionError(f"{program.name} on {ranks} ranks exited with {process.returncode}:\n{output}")
         return Launched(reports, process.returncode, output)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that ``pid`` started, and those that they did."""
+    found, parents = [], {pid}
+    for each in sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        with suppress(OSError):
+            if int(Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[1]) in parents:
+                parents.add(each)
+                found.append(each)
+    return found
 
 
 def report(results: Any) -> None:

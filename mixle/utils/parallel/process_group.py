@@ -238,7 +238,8 @@ class Peers:
         """Run a stretch of collectives; if any rank fails in it, all raise.
 
         The failing rank publishes its error and tears the group down, whereupon the peers' collectives fail and they
-        raise a :class:`PeerError` that names it. The group is then gone for every handle of these processes.
+        raise a :class:`PeerError` that names it: at once if its connections close with the group or its process ends,
+        else when the collective times out. The group is then gone for every handle of these processes.
         """
         group = self._shared()
         try:
