@@ -6,7 +6,7 @@ import copy
 import hashlib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,17 +36,24 @@ class Sharding:
     Attributes:
         blueprint: the module before, its parameters without storage.
         ranks: those that hold a shard each.
+        settings: what a handle that goes on with the module must have asked for too, by name.
+        whole: returns the module's whole parameters by name; a collective call.
     """
 
     blueprint: nn.Module
     ranks: Ranks
-    precision: Precision
-    activation_checkpointing: bool
+    settings: Mapping[str, object]
+    whole: Callable[[nn.Module], dict[str, Tensor]]
 
 
 def sharding_of(module: nn.Module) -> Sharding | None:
     """Return how :func:`wrap` sharded ``module``, None if it did not."""
     return module.__dict__.get(_SHARDING)
+
+
+def mark_sharded(module: nn.Module, sharding: Sharding) -> None:
+    """Leave on ``module`` how it was sharded."""
+    module.__dict__[_SHARDING] = sharding
 
 
 def resolve_device(device: object) -> torch.device:
@@ -119,21 +126,21 @@ def wrap(
         ValueError: no parameter to train, no ``blocks`` to checkpoint, modules that differ between ranks, or a module
             that was sharded otherwise.
     """
-    sharding = sharding_of(module)
-    if sharding is not None or isinstance(module, FSDPModule):
-        _require_same_sharding(module, sharding, wrapping, precision, activation_checkpointing)
+    settings = {"parallel": wrapping, "precision": precision, "activation_checkpointing": activation_checkpointing}
+    if sharding_of(module) is not None or isinstance(module, FSDPModule):
+        require_same_sharding(module, settings)
         return module
     trainable = [p for p in module.parameters() if p.requires_grad]
     error = None if trainable else ValueError(f"{type(module).__name__} has no parameter that requires a gradient")
     ranks.agree("checking the module", error)
     module.to(device)
-    _checkpoint_activations(module, activation_checkpointing)
+    checkpoint_activations(module, activation_checkpointing)
     if ranks.world > 1:
-        _start_from_rank_0(module, ranks)
+        start_from_rank_0(module, ranks)
     if wrapping == "ddp":
-        return _replicate(module, device)
+        return replicate(module, device)
     if wrapping == "fsdp":
-        _shard(module, ranks, device, precision, activation_checkpointing)
+        _shard(module, ranks, device, precision, settings)
     return module
 
 
@@ -143,31 +150,26 @@ def blocks_of(module: nn.Module) -> nn.ModuleList | None:
     return blocks if isinstance(blocks, nn.ModuleList) else None
 
 
-def _require_same_sharding(
-    module: nn.Module,
-    sharding: Sharding | None,
-    wrapping: Wrapping,
-    precision: Precision,
-    activation_checkpointing: bool,
-) -> None:
+def require_same_sharding(module: nn.Module, settings: Mapping[str, object]) -> None:
+    """Refuse a module that was sharded otherwise; wait for the other ranks that hold shards of it.
+
+    Raises:
+        ValueError: another setting, or the module was sharded by something else.
+    """
+    sharding = sharding_of(module)
     if sharding is None:
         raise ValueError(f"{type(module).__name__} is sharded already, and not by mixle; give the dense module")
     sharding.ranks.meet("fitting a sharded module")
-    asked = {"parallel": wrapping, "precision": precision, "activation_checkpointing": activation_checkpointing}
-    there = {
-        "parallel": "fsdp",
-        "precision": sharding.precision,
-        "activation_checkpointing": sharding.activation_checkpointing,
-    }
-    for name, value in asked.items():
-        if value != there[name]:
+    for name in sorted(sharding.settings.keys() | settings.keys()):
+        asked, there = settings.get(name), sharding.settings.get(name)
+        if asked != there:
             raise ValueError(
-                f"{name}={value!r} does not fit a module that is sharded with {name}={there[name]!r}; "
+                f"{name}={asked!r} does not fit a module that is sharded with {name}={there!r}; "
                 "fit the module of leaf.unshard() instead"
             )
 
 
-def _checkpoint_activations(module: nn.Module, wanted: bool) -> None:
+def checkpoint_activations(module: nn.Module, wanted: bool) -> None:
     """Give every block one checkpoint wrapper, or none."""
     blocks = blocks_of(module)
     if blocks is None:
@@ -184,7 +186,7 @@ def _checkpoint_activations(module: nn.Module, wanted: bool) -> None:
             blocks[i] = block._checkpoint_wrapped_module
 
 
-def _start_from_rank_0(module: nn.Module, ranks: Ranks) -> None:
+def start_from_rank_0(module: nn.Module, ranks: Ranks) -> None:
     """Overwrite parameters and buffers with rank 0's, after checking that they have the same names and shapes."""
     tensors: dict[str, Tensor] = {**named_parameters(module), **named_buffers(module)}
     described = "\n".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items())
@@ -196,17 +198,21 @@ def _start_from_rank_0(module: nn.Module, ranks: Ranks) -> None:
         dist.broadcast(tensor.detach(), src=0)
 
 
-def _replicate(module: nn.Module, device: torch.device) -> DistributedDataParallel:
+def replicate(
+    module: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None
+) -> DistributedDataParallel:
+    """Return a DDP wrapper over a group's ranks, all by default, which have the same parameters already."""
     takes = inspect.signature(DistributedDataParallel.__init__).parameters
     in_forward = "forward_sync_buffers" if "forward_sync_buffers" in takes else "broadcast_buffers"  # before torch 2.13
     flags: dict[str, Any] = {in_forward: False, "init_sync": False, "gradient_as_bucket_view": True}
-    return DistributedDataParallel(module, device_ids=[device.index] if device.type == "cuda" else None, **flags)
+    ids = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(module, device_ids=ids, process_group=group, **flags)
 
 
 def _shard(
-    module: nn.Module, ranks: Ranks, device: torch.device, precision: Precision, activation_checkpointing: bool
+    module: nn.Module, ranks: Ranks, device: torch.device, precision: Precision, settings: Mapping[str, object]
 ) -> None:
-    sharding = Sharding(_blueprint(module), ranks, precision, activation_checkpointing)
+    sharding = Sharding(blueprint_of(module), ranks, settings, _whole_parameters)
     mesh = init_device_mesh(device.type, (ranks.world,))
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
@@ -214,10 +220,14 @@ def _shard(
     for block in blocks_of(module) or ():
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)
-    module.__dict__[_SHARDING] = sharding
+    mark_sharded(module, sharding)
 
 
-def _blueprint(module: nn.Module) -> nn.Module:
+def _whole_parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.full_tensor() for name, p in named_parameters(module).items() if isinstance(p, DTensor)}
+
+
+def blueprint_of(module: nn.Module) -> nn.Module:
     """Copy a module without the storage of its parameters."""
     hollow = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
     return copy.deepcopy(module, hollow)
@@ -228,7 +238,7 @@ def unsharded(module: nn.Module) -> nn.Module:
     sharding = sharding_of(module)
     assert sharding is not None
     dense = copy.deepcopy(sharding.blueprint)
-    whole = {name: p.full_tensor() for name, p in named_parameters(module).items() if isinstance(p, DTensor)}
+    whole = sharding.whole(module)
     hollow = named_parameters(dense)
     real = {id(hollow[name]): nn.Parameter(whole[name].detach(), p.requires_grad) for name, p in hollow.items()}
     for part in dense.modules():
