@@ -105,7 +105,7 @@ class StreamingTokenEncodedData(EncodedDataHandle):
         self._recompute = require_exact_bool(activation_checkpointing, "activation_checkpointing")
         sizes = {"tp_size": tp_size, "pp_size": pp_size, "cp_size": cp_size}
         self._plan = {name: require_positive_int(size, name) for name, size in sizes.items()}
-        require_choice(cp_mode, "cp_mode", ("ring", "allgather"))
+        self._context_mode: ContextMode = require_choice(cp_mode, "cp_mode", ("ring", "allgather"))
         if not isinstance(training, (TrainingOptions, type(None))):
             raise TypeError(f"training={training!r} must be a TrainingOptions or None")
         self._options = TrainingOptions() if training is None else training
@@ -256,7 +256,8 @@ class StreamingTokenEncodedData(EncodedDataHandle):
 
     def _refuse_plan(self, module: nn.Module) -> None:
         if any(size > 1 for size in self._plan.values()):
-            importlib.import_module(PLAN_MODULE).validate_tp_pp_cp_plan(module, **self._plan)
+            validate = importlib.import_module(PLAN_MODULE).validate_tp_pp_cp_plan
+            validate(module, **self._plan, block=self._spec.block, cp_mode=self._context_mode)
             named = ", ".join(f"{name}={size}" for name, size in self._plan.items())
             raise NotImplementedError(
                 f"the plan {named} fits the module, but plans cannot run yet; leave the sizes at 1"
