@@ -120,7 +120,7 @@ class MarkovChainDistribution(ProbabilityDistribution):
 
     @property
     def transition_map(self) -> dict[Category, dict[Category, float]]:
-        """The rows in full: for each state that can be left, the probabilities of the next.
+        """The rows in full, the probabilities of the next state for each state that can be left.
 
         A row that was smoothed, or never observed, reaches every state: this dict then grows with the square of the
         number of states, which the chain itself does not.

@@ -111,8 +111,10 @@ def vector_columns(values: Any, family: str, dim: int | None) -> np.ndarray:
                 raise ValueError(
                     f"{family} takes vectors of {width} numbers, got {len(value)} at index {i} ({value!r:.60})"
                 )
+        kinds = set[type]().union(*(map(type, value) for value in values if not isinstance(value, np.ndarray)))
         try:
-            values = np.array(values)
+            # NumPy would take a bool among numbers for a number.
+            values = np.array(values, dtype=object if kinds & {bool, np.bool_} else None)
         except ValueError as error:
             raise ValueError(f"{family} takes vectors of real numbers: {error}") from error
     if values.ndim != 2 or (dim is not None and values.shape[1] != dim):
