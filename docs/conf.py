@@ -37,6 +37,7 @@ html_theme_options = {
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
+napoleon_use_ivar = True
 napoleon_use_rtype = False
 nitpick_ignore = [("py:class", "torch.optim.optimizer.Optimizer")]  # not where torch says it is
 

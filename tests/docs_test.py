@@ -25,8 +25,6 @@ def public_modules() -> list[str]:
         "mixle",
         *exporting,
         "mixle.stats.sequence",
-        "mixle.models.transformer:CausalLM",
-        "mixle.models.streaming_transformer_leaf",
         "mixle.data.token_file",
         "mixle.data.stream_token_source",
         "mixle.utils.parallel.multiprocessing",
@@ -39,10 +37,11 @@ def public_modules() -> list[str]:
 
 
 def public_names(module: str) -> set[tuple[str, int]]:
-    """Name and identity of what a module exports: its __all__, else what it defines."""
-    loaded = importlib.import_module(module.partition(":")[0])
+    """Name and identity of what a module exports: its __all__, else what it defines; of ``module:a,b`` only a and b."""
+    name, _, members = module.partition(":")
+    loaded = importlib.import_module(name)
     defined = [name for name, value in vars(loaded).items() if getattr(value, "__module__", None) == loaded.__name__]
-    chosen = module.partition(":")[2].split(",") if ":" in module else getattr(loaded, "__all__", defined)
+    chosen = members.split(",") if members else getattr(loaded, "__all__", defined)
     return {(name, id(getattr(loaded, name))) for name in chosen if not name.startswith("_")}
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from mixle import seq_estimate
-from mixle.models.streaming_transformer_leaf import StreamingTransformerLeafEstimator
-from mixle.models.transformer import CausalLM
+from mixle.models import CausalLM, StreamingTransformerLeafEstimator
 from mixle.training import TrainingOptions
 from mixle.utils.parallel.torch_neural import StreamingTokenEncodedData
 
