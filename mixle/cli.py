@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ from mixle.utils.optional_import import optional_import
 
 if TYPE_CHECKING:
     import typer
+
+PLAN_COMMAND = "mixle.experimental.tensor_pipeline_context_parallel.command"  # by name: what is experimental may change
 
 
 def build_app() -> typer.Typer:
@@ -33,6 +36,7 @@ def build_app() -> typer.Typer:
         """Statistical modelling in one verb: the estimator says what is fitted, the data handle says where and how."""
 
     app.command("lm")(lm)
+    app.command("plan")(importlib.import_module(PLAN_COMMAND).plan)
     return app
 
 

@@ -1,71 +1,210 @@
-"""Whether a plan fits a module: whole heads, even shards, no empty stage."""
+"""Whether a plan fits a module, a world and a batch, and what it costs: checked before anything runs."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from mixle.utils.exact import require_positive_int
+from mixle.experimental.tensor_pipeline_context_parallel.memory import (
+    ADAMW_MOMENTS,
+    FP32,
+    memory_by_rank,
+)
+from mixle.experimental.tensor_pipeline_context_parallel.model_shape import ModelShape
+from mixle.experimental.tensor_pipeline_context_parallel.plan import (
+    CP_MODES,
+    STAGES_PER_RANK,
+    CpMode,
+    Plan,
+    PpSchedule,
+    split_blocks,
+)
+from mixle.experimental.tensor_pipeline_context_parallel.plan_rules import Request, first_fault, neighbours, resolve
+from mixle.experimental.tensor_pipeline_context_parallel.report import PlanReport
+from mixle.experimental.tensor_pipeline_context_parallel.sample_check import check_sample
+from mixle.experimental.tensor_pipeline_context_parallel.traffic import traffic
+from mixle.experimental.tensor_pipeline_context_parallel.workload import Workload
+from mixle.utils.exact import require_choice, require_exact_bool, require_positive_int
 
 __all__ = ["validate_tp_pp_cp_plan"]
 
 
-def validate_tp_pp_cp_plan(module: Any, tp_size: int = 1, pp_size: int = 1, cp_size: int = 1) -> None:
-    """Check the sizes of the tensor, pipeline and context axes against a module.
+def validate_tp_pp_cp_plan(
+    module: Any,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    cp_size: int = 1,
+    *,
+    world_size: int | None = None,
+    batch_size: int | None = None,
+    microbatches: int | None = None,
+    block: int | None = None,
+    cp_mode: CpMode = "ring",
+    sample: Any = None,
+    pp_schedule: PpSchedule = "1f1b",
+    parallel: Literal["ddp", "fsdp"] = "ddp",
+    precision: Literal["fp32", "bf16"] = "fp32",
+    activation_checkpointing: bool = False,
+) -> PlanReport:
+    """Check a plan and return what it costs.
 
     Args:
-        module: has ``n_head``, ``d_mlp`` and ``vocab`` where ``tp_size > 1``, ``blocks`` where ``pp_size > 1``, and
-            ``block`` where ``cp_size > 1``.
-        tp_size: ranks that share every layer; divides heads, the MLP's width and the vocabulary.
-        pp_size: stages; at most as many as there are blocks.
-        cp_size: ranks that share every sequence; ``2 * cp_size`` divides ``block``, so that each rank gets an early and
-            a late part of it and all have the same causal work.
+        module: a :class:`~mixle.models.CausalLM`, a ``ModelShape``, or a module that has ``n_head``, ``d_mlp`` and
+            ``vocab`` where ``tp_size > 1``, ``blocks`` where ``pp_size > 1``, ``block`` where ``cp_size > 1`` and none
+            is given.
+        tp_size: ranks that share every layer; divides query and key/value heads, the MLP's width and the vocabulary.
+        pp_size: ranks that hold successive layers; every stage has at least one block.
+        cp_size: ranks that share every sequence; it divides the sequence's length, twice with the ring, which gives
+            each rank an early and a late part so that all have the same causal work.
+        world_size: ranks in all, a multiple of the product of the sizes; by default their product.
+        batch_size: rows of one data replica in a step; by default one per microbatch.
+        microbatches: parts that it is cut into for a pipeline; by default its smallest divisor of at least ``pp_size``.
+        block: tokens of a row; by default the module's longest.
+        cp_mode: ``"ring"`` passes keys and values from rank to rank, ``"allgather"`` gathers those of the sequence.
+        sample: a ``BatchConfig`` of what a teacher sends, or any object with its ``specs``.
+        pp_schedule: the order of microbatches.
+        parallel: what data replicas do, for the numbers of the report; likewise the next two.
+        precision: of forward and backward.
+        activation_checkpointing: blocks are computed again in the backward pass.
 
     Raises:
-        TypeError: a size is no exact integer, or the module lacks what an axis needs; names it.
-        ValueError: a size does not fit; gives the numbers and the nearest sizes that do.
+        TypeError: an argument of the wrong type, or a module that lacks what an axis needs; names it.
+        ValueError: an argument that does not fit; gives the numbers, and the nearest that pass every check.
     """
-    tp, pp, cp = (
-        require_positive_int(size, name)
-        for size, name in ((tp_size, "tp_size"), (pp_size, "pp_size"), (cp_size, "cp_size"))
+    request = Request(
+        tp_size=require_positive_int(tp_size, "tp_size"),
+        pp_size=require_positive_int(pp_size, "pp_size"),
+        cp_size=require_positive_int(cp_size, "cp_size"),
+        world_size=_optional(world_size, "world_size"),
+        batch_size=_optional(batch_size, "batch_size"),
+        microbatches=_optional(microbatches, "microbatches"),
+        block=_optional(block, "block"),
+        cp_mode=require_choice(cp_mode, "cp_mode", CP_MODES),
+        pp_schedule=require_choice(pp_schedule, "pp_schedule", STAGES_PER_RANK),
+        n_head=_fact(module, "n_head"),
+        n_kv_head=_fact(module, "n_kv_head"),
+        d_mlp=_fact(module, "d_mlp"),
+        vocab=_fact(module, "vocab"),
+        blocks=_block_count(module),
+        longest=_fact(module, "block"),
     )
-    if tp > 1:
-        for attribute in ("n_head", "d_mlp", "vocab"):
-            _require_divisor("tp_size", tp, attribute, int(_needed(module, attribute, "tp_size")))
-    if pp > 1:
-        blocks = len(_needed(module, "blocks", "pp_size"))
-        if pp > blocks:
-            raise ValueError(
-                f"pp_size={pp} needs at least as many blocks, and the module has {blocks}; largest: {blocks}"
-            )
-    if cp > 1:
-        length = int(_needed(module, "block", "cp_size"))
-        if length % (2 * cp):
-            fitting = [size for size in _divisors(length // 2) if length % 2 == 0] or [1]
-            raise ValueError(
-                f"cp_size={cp} splits each sequence into {2 * cp} parts, which must divide block={length}; nearest "
-                f"that do: {_nearest(cp, fitting)}"
-            )
+    require_choice(parallel, "parallel", ("ddp", "fsdp"))
+    require_choice(precision, "precision", ("fp32", "bf16"))
+    require_exact_bool(activation_checkpointing, "activation_checkpointing")
+    _require_facts(module, request)
+    fault = first_fault(request)
+    if fault is not None:
+        raise ValueError(f"{fault.statement}; nearest that do: {neighbours(request, fault)}")
 
-
-def _needed(module: Any, attribute: str, axis: str) -> Any:
-    value = getattr(module, attribute, None)
-    if value is None:
-        raise TypeError(f"{axis} needs a module with {attribute}, which {type(module).__name__} lacks; use {axis}=1")
-    return value
-
-
-def _require_divisor(name: str, size: int, attribute: str, total: int) -> None:
-    if total % size:
-        raise ValueError(
-            f"{name}={size} must divide {attribute}={total}; nearest that do: {_nearest(size, _divisors(total))}"
+    plan, notes = resolve(request)
+    rows = request.batch_size or plan.microbatches
+    sample_bytes = None
+    if sample is not None:
+        parts = plan.cp * (2 if plan.cp_mode == "ring" and plan.cp > 1 else 1)
+        along, whole = check_sample(
+            sample, length=request.block, longest=request.longest, vocab=request.vocab, parts=parts
         )
+        sample_bytes = rows * (along // plan.cp + whole)
+    length, shape = request.block or request.longest, _shape(module)
+    if shape is None or length is None:
+        return _counted_only(module, plan, fsdp=parallel == "fsdp", sample_bytes=sample_bytes, notes=notes)
+    workload = Workload(
+        batch_size=rows,
+        seq_len=length,
+        precision=precision,
+        recompute="full" if activation_checkpointing else "none",
+        fsdp=parallel == "fsdp",
+    )
+    ranks = memory_by_rank(shape, plan, workload)
+    return PlanReport(
+        plan=plan,
+        parameters=max(rank.parameters for rank in ranks),
+        gradients=max(rank.gradients for rank in ranks),
+        optimizer=max(rank.optimizer for rank in ranks),
+        activations=max(rank.activations for rank in ranks),
+        peak=max(rank.total for rank in ranks),
+        holds=_holds(plan, shape.n_layer, tied=shape.tied),
+        by_rank=ranks,
+        wire=traffic(shape, plan, workload),
+        bubble=plan.idle_fraction,
+        sample_bytes=sample_bytes,
+        notes=notes,
+    )
 
 
-def _divisors(total: int) -> list[int]:
-    return [d for d in range(1, total + 1) if total % d == 0]
+def _optional(value: object, name: str) -> int | None:
+    return None if value is None else require_positive_int(value, name)
 
 
-def _nearest(size: int, fitting: list[int]) -> str:
-    below = max((d for d in fitting if d < size), default=None)
-    above = min((d for d in fitting if d > size), default=None)
-    return ", ".join(str(d) for d in (below, above) if d is not None)
+def _fact(module: Any, name: str) -> int | None:
+    value = getattr(module, name, None)
+    return None if value is None else int(value)
+
+
+def _block_count(module: Any) -> int | None:
+    if isinstance(module, ModelShape):
+        return module.n_layer
+    blocks = getattr(module, "blocks", None)
+    return None if blocks is None else len(blocks)
+
+
+def _require_facts(module: Any, request: Request) -> None:
+    """Refuse a module that an axis cannot work on."""
+    needs = {
+        "tp_size": {name: getattr(request, name) for name in ("n_head", "d_mlp", "vocab")},
+        "pp_size": {"blocks": request.blocks},
+        "cp_size": {"block": request.block or request.longest},
+    }
+    for axis, facts in needs.items():
+        lacking = [name for name, value in facts.items() if value is None]
+        if getattr(request, axis) > 1 and lacking:
+            raise TypeError(
+                f"{axis}={getattr(request, axis)} needs a module with {lacking[0]}, which {type(module).__name__} "
+                f"lacks; use {axis}=1"
+            )
+
+
+def _shape(module: Any) -> ModelShape | None:
+    if isinstance(module, ModelShape):
+        return module
+    try:
+        return ModelShape.of(module)
+    except TypeError:
+        return None
+
+
+def _counted_only(
+    module: Any, plan: Plan, *, fsdp: bool, sample_bytes: int | None, notes: tuple[str, ...]
+) -> PlanReport:
+    """Report the parameters of a module that does not tell its widths, as if ranks of a replica had like parts."""
+    parameters = getattr(module, "parameters", None)
+    count = sum(parameter.numel() for parameter in parameters()) if callable(parameters) else int(parameters or 0)
+    owned = -(-count // (plan.tp * plan.pp * (plan.dp * plan.cp if fsdp else 1)))
+    return PlanReport(
+        plan=plan,
+        parameters=owned * FP32,
+        gradients=owned * FP32,
+        optimizer=owned * ADAMW_MOMENTS,
+        holds=_holds(plan, _block_count(module) or 0, tied=False),
+        bubble=plan.idle_fraction,
+        sample_bytes=sample_bytes,
+        notes=notes,
+    )
+
+
+def _holds(plan: Plan, n_layer: int, *, tied: bool) -> tuple[str, ...]:
+    """Say what each pipeline rank has."""
+    if plan.pp == 1:
+        return (f"everything, 1/{plan.tp} of each matrix" if plan.tp > 1 else "everything",)
+    split = split_blocks(n_layer, plan.stages)
+    held = []
+    for rank in range(plan.pp):
+        runs = [split[stage] for stage in plan.stages_of(rank)]
+        parts = [
+            "blocks " + ", ".join(f"{run.start}-{run.stop - 1}" if len(run) > 1 else f"{run.start}" for run in runs)
+        ]
+        if rank == 0:
+            parts.insert(0, "embedding")
+        if rank == plan.pp - 1:
+            parts.append("norm, head" + (" (a copy of the embedding's weight, kept equal)" if tied else ""))
+        held.append(", ".join(parts))
+    return tuple(held)

@@ -1,0 +1,258 @@
+"""A plan that cannot work is refused by name, with a plan nearby that passes; one that can is reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mixle.experimental.tensor_pipeline_context_parallel import validate_tp_pp_cp_plan
+from mixle.experimental.tensor_pipeline_context_parallel.model_shape import NAMED_SHAPES
+from mixle.models.transformer import CausalLM
+
+MODEL = CausalLM(vocab=96, d_model=64, n_layer=6, n_head=8, block=48)
+GROUPED = NAMED_SHAPES["llama3-8b"]
+
+BAD_PLANS = [
+    ({"tp_size": 3}, "tp_size=3 must divide n_head=8"),
+    ({"tp_size": 5}, "tp_size=5 must divide n_head=8"),
+    ({"tp_size": 16}, "tp_size=16 must divide n_head=8"),
+    ({"tp_size": 1000}, "tp_size=1000 must divide n_head=8"),
+    ({"pp_size": 7}, "pp_size=7 needs at least as many blocks, and the module has 6"),
+    ({"pp_size": 100}, "pp_size=100 needs at least as many blocks"),
+    ({"pp_size": 4, "pp_schedule": "interleaved"}, "pp_size=4 makes 8 stages with pp_schedule='interleaved'"),
+    ({"pp_size": 6, "pp_schedule": "zero-bubble"}, "pp_size=6 makes 12 stages with pp_schedule='zero-bubble'"),
+    ({"cp_size": 5}, "cp_size=5 splits each sequence into 10 parts, which must divide block=48"),
+    ({"cp_size": 16}, "cp_size=16 splits each sequence into 32 parts, which must divide block=48"),
+    ({"cp_size": 48}, "cp_size=48 splits each sequence into 96 parts"),
+    ({"cp_size": 5, "cp_mode": "allgather"}, "cp_size=5 splits each sequence into 5 parts"),
+    ({"cp_size": 7, "cp_mode": "allgather", "block": 36}, "cp_size=7 splits .* must divide block=36"),
+    ({"cp_size": 4, "block": 36}, "cp_size=4 splits each sequence into 8 parts, which must divide block=36"),
+    ({"cp_size": 2, "block": 30}, "cp_size=2 splits each sequence into 4 parts, which must divide block=30"),
+    ({"cp_size": 2, "block": 47}, "cp_size=2 splits each sequence into 4 parts, which must divide block=47"),
+    ({"block": 49}, "block=49 must be at most the module's block=48"),
+    ({"block": 4096, "tp_size": 2}, "block=4096 must be at most the module's block=48"),
+    ({"tp_size": 2, "world_size": 3}, "tp_size=2 x pp_size=1 x cp_size=1 = 2 must divide world_size=3"),
+    ({"tp_size": 2, "pp_size": 2, "world_size": 6}, "= 4 must divide world_size=6"),
+    ({"tp_size": 2, "pp_size": 2, "cp_size": 2, "world_size": 4}, "= 8 must divide world_size=4"),
+    ({"tp_size": 8, "cp_size": 3, "world_size": 64}, "= 24 must divide world_size=64"),
+    ({"cp_size": 2, "world_size": 1}, "= 2 must divide world_size=1"),
+    ({"pp_size": 5, "world_size": 8}, "= 5 must divide world_size=8"),
+    ({"pp_size": 2, "batch_size": 6, "microbatches": 4}, "microbatches=4 must divide batch_size=6"),
+    ({"pp_size": 2, "batch_size": 7, "microbatches": 2}, "microbatches=2 must divide batch_size=7"),
+    ({"pp_size": 2, "batch_size": 4, "microbatches": 8}, "microbatches=8 must divide batch_size=4"),
+    ({"batch_size": 9, "microbatches": 2}, "microbatches=2 must divide batch_size=9"),
+    (
+        {"pp_size": 2, "batch_size": 15, "microbatches": 5, "pp_schedule": "interleaved"},
+        "microbatches=5 over pp_size=2 make 2 rounds",
+    ),
+    (
+        {"pp_size": 3, "batch_size": 10, "microbatches": 10, "pp_schedule": "zero-bubble"},
+        "microbatches=10 over pp_size=3 make 3 rounds",
+    ),
+    ({"tp_size": 3, "pp_size": 9}, "tp_size=3 must divide n_head=8"),
+    ({"tp_size": 3, "cp_size": 5, "world_size": 8}, "tp_size=3 must divide n_head=8"),
+    ({"tp_size": 6, "pp_size": 12, "cp_size": 7, "world_size": 11}, "tp_size=6 must divide n_head=8"),
+    ({"pp_size": 9, "cp_size": 5}, "pp_size=9 needs at least as many blocks"),
+    ({"block": 100, "cp_size": 7}, "block=100 must be at most"),
+    ({"pp_size": 2, "batch_size": 6, "microbatches": 4, "cp_size": 5}, "cp_size=5 splits"),
+    ({"module": GROUPED, "tp_size": 16, "block": 8192}, "tp_size=16 must divide n_kv_head=8"),
+    ({"module": GROUPED, "tp_size": 32, "block": 8192}, "tp_size=32 must divide n_kv_head=8"),
+    ({"module": GROUPED, "tp_size": 64, "block": 8192}, "tp_size=64 must divide n_head=32"),
+    ({"module": GROUPED, "pp_size": 33, "block": 8192}, "pp_size=33 needs .* the module has 32"),
+    ({"module": GROUPED, "cp_size": 3, "block": 8192}, "cp_size=3 splits each sequence into 6 parts"),
+    ({"module": CausalLM(97, 64, 2, 8, 16), "tp_size": 2}, "tp_size=2 must divide vocab=97"),
+    ({"module": CausalLM(96, 64, 2, 8, 16, d_mlp=100), "tp_size": 8}, "tp_size=8 must divide d_mlp=100"),
+]
+
+
+def suggestions(message: str) -> list[dict[str, int]]:
+    """What a refusal proposes: several values of the argument it begins with, or one change of several arguments."""
+    argument = re.match(r"\w+", message)[0]
+    items = message.partition("; nearest that do: ")[2].split(", ")
+    if all("=" in item for item in items):
+        return [{name: int(value) for name, value in (item.split("=") for item in items)}]
+    return [{argument: int(item)} for item in items]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_PLANS)
+def test_a_bad_plan_is_refused_with_neighbours_that_pass(arguments, message):
+    arguments = {"module": MODEL, **arguments}
+    with pytest.raises(ValueError, match=message) as refusal:
+        validate_tp_pp_cp_plan(**arguments)
+    proposed = suggestions(str(refusal.value))
+    assert proposed
+    for change in proposed:
+        validate_tp_pp_cp_plan(**{**arguments, **change})
+
+
+def test_the_nearest_sizes_are_those_below_and_above():
+    with pytest.raises(ValueError, match=r"^tp_size=3 must divide n_head=8; nearest that do: 2, 4$"):
+        validate_tp_pp_cp_plan(MODEL, 3)
+
+
+def test_a_world_that_does_not_divide_is_offered_a_mesh_that_fills_it():
+    with pytest.raises(ValueError, match=r"must divide world_size=6; nearest that do: tp_size=2$"):
+        validate_tp_pp_cp_plan(MODEL, 4, world_size=6)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    tp_size=st.integers(1, 12), pp_size=st.integers(1, 9), cp_size=st.integers(1, 9),
+    world_size=st.none() | st.integers(1, 40), batch_size=st.none() | st.integers(1, 12),
+    microbatches=st.none() | st.integers(1, 12), block=st.none() | st.integers(1, 60),
+    cp_mode=st.sampled_from(["ring", "allgather"]),
+    pp_schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
+)  # fmt: skip
+def test_whatever_is_asked_the_answer_is_a_report_or_a_refusal_whose_neighbours_pass(**arguments):
+    try:
+        report = validate_tp_pp_cp_plan(MODEL, **arguments)
+    except ValueError as refusal:
+        for change in suggestions(str(refusal)):
+            validate_tp_pp_cp_plan(MODEL, **{**arguments, **change})
+    else:
+        world = arguments["world_size"] or report.world_size
+        assert report.world_size == world == report.plan.dp * report.plan.ranks_per_replica
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"tp_size": 2.0}, r"tp_size=2\.0 must be an integer"),
+    ({"pp_size": True}, "pp_size=True must be an integer"),
+    ({"cp_size": "2"}, "cp_size='2' must be an integer"),
+    ({"world_size": 4.0}, "world_size=4.0 must be an integer"),
+    ({"activation_checkpointing": 1}, "activation_checkpointing=1 must be True or False"),
+])  # fmt: skip
+def test_a_wrong_type_is_refused_by_name(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        validate_tp_pp_cp_plan(MODEL, **arguments)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"tp_size": 0}, "tp_size=0 must be at least 1"),
+    ({"cp_mode": "rings"}, "cp_mode='rings' must be one of 'ring', 'allgather'; did you mean 'ring'"),
+    ({"pp_schedule": "1F1B"}, "pp_schedule='1F1B' must be one of .*did you mean '1f1b'"),
+])  # fmt: skip
+def test_a_value_out_of_range_is_refused_by_name(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        validate_tp_pp_cp_plan(MODEL, **arguments)
+
+
+@pytest.mark.parametrize(("axis", "lacking"), [("tp_size", "n_head"), ("pp_size", "blocks"), ("cp_size", "block")])
+def test_a_module_without_what_an_axis_needs_is_refused(axis, lacking):
+    with pytest.raises(TypeError, match=f"{axis}=2 needs a module with {lacking}, which Linear lacks; use {axis}=1"):
+        validate_tp_pp_cp_plan(torch.nn.Linear(2, 2), **{axis: 2})
+
+
+def test_a_module_without_widths_may_have_replicas():
+    report = validate_tp_pp_cp_plan(torch.nn.Linear(2, 2), world_size=4)
+    assert report.plan.dp == 4
+    assert report.parameters == 6 * 4
+    assert report.activations is None
+    assert "activations per rank" in str(report)
+
+
+@pytest.mark.parametrize("block", [47, 33, 1])
+def test_without_context_parallelism_any_length_will_do(block):
+    assert validate_tp_pp_cp_plan(MODEL, 2, block=block).plan.tp == 2
+
+
+def test_an_uneven_part_of_a_sequence_under_tensor_parallelism_is_noted():
+    assert "tp_size=2 does not divide the 47 tokens" in validate_tp_pp_cp_plan(MODEL, 2, block=47).notes[0]
+
+
+def test_fewer_microbatches_than_stages_are_noted_and_run_as_gpipe():
+    report = validate_tp_pp_cp_plan(MODEL, pp_size=4, batch_size=2)
+    assert report.plan.microbatches == 2
+    assert report.plan.pp_schedule == "gpipe"
+    assert "microbatches=2 are fewer than pp_size=4" in report.notes[0]
+
+
+def test_microbatches_are_chosen_to_keep_all_stages_busy():
+    assert validate_tp_pp_cp_plan(MODEL, pp_size=3, batch_size=8).plan.microbatches == 4
+
+
+class TestReport:
+    report = validate_tp_pp_cp_plan(MODEL, 2, 3, 2, world_size=24, batch_size=6)
+
+    def test_it_cannot_be_changed(self):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            self.report.parameters = 0
+
+    def test_it_names_the_mesh_outermost_axis_first(self):
+        assert list(self.report.mesh.items()) == [("pp", 3), ("dp", 2), ("cp", 2), ("tp", 2)]
+
+    def test_it_says_what_each_pipeline_rank_holds(self):
+        first, middle, last = self.report.holds
+        assert first == "embedding, blocks 0-1"
+        assert middle == "blocks 2-3"
+        assert last.startswith("blocks 4-5, norm, head (a copy of the embedding's weight")
+
+    def test_moments_are_twice_the_parameters(self):
+        assert self.report.optimizer == 2 * self.report.parameters == 2 * self.report.gradients
+
+    def test_the_bubble_is_what_1f1b_waits(self):
+        assert self.report.bubble == pytest.approx(2 / (3 + 2))
+
+    @pytest.mark.parametrize("word", [
+        "mesh", "pipeline rank 2", "parameters per rank", "gradients per rank", "optimizer state per rank",
+        "activations per rank", "sent per step along tp", "sent per step along pp", "sent per step along cp",
+        "sent per step along dp", "pipeline bubble",
+    ])  # fmt: skip
+    def test_it_prints_as_a_table_with_a_row_for(self, word):
+        assert [line for line in str(self.report).splitlines() if line.startswith(word)]
+
+    def test_fsdp_shards_what_ddp_replicates(self):
+        sharded = validate_tp_pp_cp_plan(MODEL, world_size=4, parallel="fsdp")
+        replicated = validate_tp_pp_cp_plan(MODEL, world_size=4)
+        assert replicated.parameters == 4 * sharded.parameters
+
+
+def sample(*specs):
+    return SimpleNamespace(specs=[SimpleNamespace(name=n, shape=shape, dtype=dtype) for n, shape, dtype in specs])
+
+
+IDS = ("input_ids", (48,), "int64")
+
+
+@pytest.mark.parametrize("specs", [
+    [IDS],
+    [IDS, ("labels", (48,), torch.int64)],
+    [("tokens", [48], "int32"), ("target_log_probs", (48, 96), "float32"), ("weight", (), "float32")],
+])  # fmt: skip
+def test_samples_that_fit_are_counted(specs):
+    assert validate_tp_pp_cp_plan(MODEL, cp_size=2, batch_size=3, sample=sample(*specs)).sample_bytes > 0
+
+
+def test_a_rank_takes_its_part_of_the_sequence_of_every_row():
+    report = validate_tp_pp_cp_plan(MODEL, cp_size=2, batch_size=3, sample=sample(IDS, ("weight", (), "float32")))
+    assert report.sample_bytes == 3 * (48 * 8 // 2 + 4)
+
+
+@pytest.mark.parametrize(("specs", "arguments", "message"), [
+    ([("x", (48, 4), "float32")], {}, "sample has no token ids"),
+    ([("input_ids", (4, 48), "int64")], {}, "sample has no token ids"),
+    ([("input_ids", (30,), "int64")], {"block": 48}, "has 30 tokens, and block=48; give block=30"),
+    ([("input_ids", (64,), "int64")], {}, "has 64 tokens, more than the module's block=48"),
+    ([("input_ids", (46,), "int64")], {"cp_size": 2}, "must divide into 4 parts of a sequence.* do: 44, 48"),
+    ([("input_ids", (48,), "int8")], {"vocab": 200}, "cannot hold ids below vocab=200, only below 128; use int32"),
+    ([("input_ids", (48,), "complex64")], {}, "has dtype complex64"),
+    ([IDS, ("hidden", (4, 48), "float32")], {"cp_size": 2}, "hidden .* cannot be split along the sequence"),
+    ([IDS, ("target_logits", (48, 95), "float32")], {}, r"no target: give \(48,\) int64, or \(48, 96\) float32"),
+    ([IDS, ("labels", (48,), "float32")], {}, "labels .* is no target"),
+])  # fmt: skip
+def test_samples_that_do_not_fit_are_refused_with_what_would(specs, arguments, message):
+    vocab = arguments.pop("vocab", None)
+    module = MODEL if vocab is None else CausalLM(vocab, 64, 2, 8, 48)
+    with pytest.raises(ValueError, match=message):
+        validate_tp_pp_cp_plan(module, **arguments, sample=sample(*specs))
+
+
+@pytest.mark.parametrize("wrong", [object(), SimpleNamespace(specs=[]), SimpleNamespace(specs=[object()])])
+def test_a_sample_without_specs_is_refused(wrong):
+    with pytest.raises(TypeError, match="sample"):
+        validate_tp_pp_cp_plan(MODEL, sample=wrong)
