@@ -224,7 +224,7 @@ def weighted_gradient(
         for some, batch in enc.batches(np.flatnonzero(weights > 0), leaf.block, leaf.device):
             log_probabilities = objective.log_probabilities(leaf.module, batch)[:, 0]
             total = -(torch.from_numpy(weights[some]).to(log_probabilities) * log_probabilities).sum()
-            loss += float(total)
+            loss += float(total.detach())
             found = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
             for held, gradient in zip(sums, found, strict=True):
                 if gradient is not None:
