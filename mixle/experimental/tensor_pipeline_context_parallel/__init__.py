@@ -4,7 +4,8 @@ from mixle.experimental.tensor_pipeline_context_parallel.hardware import HARDWAR
 from mixle.experimental.tensor_pipeline_context_parallel.memory import RankMemory
 from mixle.experimental.tensor_pipeline_context_parallel.model_shape import NAMED_SHAPES, ModelShape, shape_of_size
 from mixle.experimental.tensor_pipeline_context_parallel.plan import Plan
-from mixle.experimental.tensor_pipeline_context_parallel.propose import Exclusion, Proposal, Proposals, propose_plans
+from mixle.experimental.tensor_pipeline_context_parallel.proposals import Exclusion, Proposal, Proposals
+from mixle.experimental.tensor_pipeline_context_parallel.propose import propose_plans
 from mixle.experimental.tensor_pipeline_context_parallel.report import PlanReport
 from mixle.experimental.tensor_pipeline_context_parallel.step_time import StepTime
 from mixle.experimental.tensor_pipeline_context_parallel.traffic import AxisTraffic, Traffic
