@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from mixle.training.optimizer import Layout
 from mixle.training.wrap import named_buffers, named_parameters
 
 B = TypeVar("B")
@@ -31,11 +32,13 @@ class Engine(Protocol[B_contra]):
         module: what is trained.
         device: where it runs.
         averaged_over: how many ranks' gradients the collective averages.
+        layout: how the parameters lie on the ranks; None where every rank has all of them.
     """
 
     module: nn.Module
     device: torch.device
     averaged_over: int
+    layout: Layout | None
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return what is trained here, by name: shards where the parameters are sharded."""
@@ -58,6 +61,9 @@ class Engine(Protocol[B_contra]):
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         """Return the sum of ``values``, float64, over the ranks that have different data."""
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the sum of ``values``, float64, over all ranks."""
 
     def sync_buffers(self) -> None:
         """Make the buffers that are part of the model the same on all ranks."""
@@ -82,6 +88,7 @@ class DataParallelEngine(Generic[B]):
         world: int,
     ) -> None:
         self.module, self.averaged_over = module, world
+        self.layout: Layout | None = None
         self.device = next(module.parameters()).device
         self._call, self._loss_sum = call, loss_sum
         self._parameters = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
@@ -124,6 +131,9 @@ class DataParallelEngine(Generic[B]):
         if self.averaged_over > 1:
             dist.all_reduce(values)
         return values
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        return self.sum_over_replicas(values)
 
     def sync_buffers(self) -> None:
         if self.averaged_over > 1:

@@ -113,7 +113,7 @@ class _Run:
         self.engine, self.source, self.state, self.options = engine, source, state, options
         self.rates, self.evaluate, self.ranks = optimizer_options, evaluate, ranks
         self.failure: Exception | None = None
-        self.optimizer = state.optimizer.bind(optimizer_options, engine.parameters())
+        self.optimizer = state.optimizer.bind(optimizer_options, engine.parameters(), engine.layout)
         self.device = engine.device
         if state.epoch_step >= source.steps_per_epoch:  # a position in longer data
             state.epoch, state.epoch_step = state.epoch + 1, 0
@@ -230,7 +230,8 @@ class _Run:
                     stop = True
         except Exception as error:
             self.failure = error
-        stops, failures = self._reduced([torch.tensor(float(flag)) for flag in (stop, self.failure is not None)])
+        flags = torch.tensor([stop, self.failure is not None], dtype=torch.float64, device=self.device)
+        stops, failures = self.engine.sum_over_ranks(flags).tolist()
         if not failures:
             return stops > 0, None
         try:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ Moments = dict[str, dict[str, Tensor]]
 ADAMW_BETAS = (0.9, 0.95)
 ADAMW_WEIGHT_DECAY = 0.1
 # The moments each optimizer keeps; all have their parameter's shape, except "step", a count.
-SLOTS = {"adamw": ("exp_avg", "exp_avg_sq", "step"), "sgd": ("momentum_buffer",)}
+SLOTS: dict[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq", "step"), "sgd": ("momentum_buffer",)}
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,35 @@ def _require_below_one(value: object, name: str) -> float:
     return number
 
 
+class Layout(Protocol):
+    """How tensors of a module's parameters lie on this rank, and how they are made whole; both are collective calls."""
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return whole tensors, of all ranks' parameters, from those of this rank's; scalars are whole already."""
+
+    def part(self, tensor: Tensor, parameter: nn.Parameter, name: str) -> Tensor:
+        """Return what of a whole tensor goes with this rank's parameter ``name``.
+
+        Raises:
+            ValueError: it has not the parameter's shape.
+        """
+
+
+class OwnLayout:
+    """Every rank has all parameters, whole or as a :class:`~torch.distributed.tensor.DTensor`."""
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+
+    def part(self, tensor: Tensor, parameter: nn.Parameter, name: str) -> Tensor:
+        if tensor.shape != parameter.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, its parameter {tuple(parameter.shape)}")
+        moved = tensor.detach().to(device=parameter.device, dtype=parameter.dtype, copy=True)
+        if isinstance(parameter, DTensor):
+            moved = distribute_tensor(moved, parameter.device_mesh, parameter.placements)
+        return moved
+
+
 class OptimizerState:
     """An optimizer's moments, which follow a module's parameters by name when it is moved, sharded or gathered.
 
@@ -154,9 +183,15 @@ class OptimizerState:
         self._bound: torch.optim.Optimizer | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._device: torch.device | None = None
+        self._layout: Layout = OwnLayout()
 
-    def bind(self, options: OptimizerOptions, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    def bind(
+        self, options: OptimizerOptions, parameters: dict[str, nn.Parameter], layout: Layout | None = None
+    ) -> torch.optim.Optimizer:
         """Return the optimizer of ``parameters`` with these moments; the same one as before while they are the same.
+
+        Args:
+            layout: how the parameters lie on the ranks; by default every rank has all of them.
 
         Raises:
             ValueError: the moments are another optimizer's, or do not fit the parameters.
@@ -169,13 +204,14 @@ class OptimizerState:
         if self._bound is None or not self._is_bound_to(parameters):
             moments = self.dense()
             optimizer = options.build(parameters.values())
-            odd = moments.keys() - parameters.keys()
+            self._layout = OwnLayout() if layout is None else layout
+            odd = moments.keys() - (parameters.keys() if layout is None else moments.keys())
             if odd:
                 raise ValueError(f"the optimizer's state has {min(odd)!r}, which is no parameter of the module")
             # In one order on all ranks: sharding a moment is a collective.
             for name, parameter in parameters.items():
                 if name in moments:
-                    optimizer.state[parameter] = _fitted(name, moments[name], parameter)
+                    optimizer.state[parameter] = self._fitted(name, moments[name], parameter)
             self._bound, self._parameters, self._moments = optimizer, parameters, {}
             self._device = next(iter(parameters.values())).device
         self.kind = options.optimizer
@@ -189,33 +225,27 @@ class OptimizerState:
 
     def dense(self) -> Moments:
         """Return the moments as whole tensors; a collective call if they are sharded."""
-        if self._bound is None:
+        if self._bound is None or self.kind is None:
             return self._moments
-        state = self._bound.state
-        return {
-            name: {slot: _whole(value) for slot, value in state[p].items() if isinstance(value, Tensor)}
-            for name, p in self._parameters.items()
-            if state.get(p)
-        }
+        state, moments = self._bound.state, dict[str, dict[str, Tensor]]()
+        for slot in SLOTS[self.kind]:
+            here = {
+                name: state[p][slot]
+                for name, p in self._parameters.items()
+                if isinstance(state.get(p, {}).get(slot), Tensor)
+            }
+            if here:  # on all ranks or none
+                for name, tensor in self._layout.whole(here).items():
+                    moments.setdefault(name, {})[slot] = tensor
+        return moments
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(OptimizerState(self.kind, self.dense())).copy()
 
-
-def _fitted(name: str, slots: dict[str, Tensor], parameter: nn.Parameter) -> dict[str, Any]:
-    fitted: dict[str, Any] = {}
-    for slot, value in sorted(slots.items()):
-        if slot == "step":
-            fitted[slot] = value.detach().to(parameter.device, copy=True)
-            continue
-        if value.shape != parameter.shape:
-            raise ValueError(f"{slot} of {name} has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
-        moved = value.detach().to(device=parameter.device, dtype=parameter.dtype, copy=True)
-        if isinstance(parameter, DTensor):
-            moved = distribute_tensor(moved, parameter.device_mesh, parameter.placements)
-        fitted[slot] = moved
-    return fitted
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    def _fitted(self, name: str, slots: dict[str, Tensor], parameter: nn.Parameter) -> dict[str, Any]:
+        return {
+            slot: value.detach().to(parameter.device, copy=True)
+            if slot == "step"
+            else self._layout.part(value, parameter, name)
+            for slot, value in sorted(slots.items())
+        }

@@ -21,10 +21,14 @@ class TokenBatches:
         schedule: who trains which windows when.
         replica: whose batches these are.
         device: where they go.
+        rank: whose draws these are, of several that work on the same batches; ``replica`` by default.
     """
 
-    def __init__(self, tokens: TokenArray, schedule: Schedule, replica: int, device: torch.device) -> None:
+    def __init__(
+        self, tokens: TokenArray, schedule: Schedule, replica: int, device: torch.device, *, rank: int | None = None
+    ) -> None:
         self._tokens, self._schedule, self._replica, self._device = tokens, schedule, replica, device
+        self._rank = replica if rank is None else rank
         self.steps_per_epoch = schedule.steps_per_epoch
 
     def batch(self, epoch: int, step: int) -> TokenTensors:
@@ -47,8 +51,8 @@ class TokenBatches:
         return self._schedule.global_targets(epoch, step)
 
     def random_seed(self, epoch: int, step: int) -> int:
-        """Return a seed of this replica and step, below 2**63."""
-        words = f"mixle draws: seed={self._schedule.seed} epoch={epoch} step={step} replica={self._replica}"
+        """Return a seed of this rank and step, below 2**63."""
+        words = f"mixle draws: seed={self._schedule.seed} epoch={epoch} step={step} replica={self._rank}"
         return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little") >> 1
 
     def __iter__(self) -> Iterator[TokenTensors]:

@@ -13,7 +13,7 @@ from torch import nn
 from mixle.data.schedule import Schedule
 from mixle.data.token_check import find_bad_token
 from mixle.data.token_windows import TokenArray
-from mixle.training.engine import DataParallelEngine
+from mixle.training.engine import DataParallelEngine, Engine
 from mixle.training.loop import train
 from mixle.training.next_token import NextToken, TokenTensors
 from mixle.training.optimizer import OptimizerOptions
@@ -22,6 +22,7 @@ from mixle.training.ranks import PREPARATION_S, Ranks
 from mixle.training.scoring import log_densities, log_density_sum
 from mixle.training.state import TrainingState
 from mixle.training.token_batches import TokenBatches
+from mixle.training.token_plan import TokenPlan
 from mixle.training.wrap import Parallel, Precision, resolve_wrapping, sharding_of, wrap
 
 
@@ -31,10 +32,11 @@ class TokenTrainer:
     Args:
         tokens: the array that the schedule's shards are in.
         schedule: who trains which windows when.
-        ranks: each is one replica.
+        ranks: each is one replica, unless a plan says otherwise.
         options: what the loop does around the steps.
         heldout: the tokens of ``options.evaluation``, the same on every rank.
         parallel, precision, activation_checkpointing: how a module is wrapped.
+        plan: how the ranks share a module, if they do.
 
     Raises:
         ValueError: ``heldout`` is too short for one window, or ``parallel="none"`` on several ranks.
@@ -51,10 +53,14 @@ class TokenTrainer:
         parallel: Parallel,
         precision: Precision,
         activation_checkpointing: bool,
+        plan: TokenPlan | None = None,
     ) -> None:
         self._tokens, self._schedule, self._ranks, self._options = tokens, schedule, ranks, options
         self._parallel, self._precision, self._recompute = parallel, precision, activation_checkpointing
-        resolve_wrapping(parallel, ranks.world, "cpu")
+        self._plan = plan
+        self._replica, replicas = (ranks.rank, ranks.world) if plan is None else (plan.replica, plan.replicas)
+        if plan is None:
+            resolve_wrapping(parallel, ranks.world, "cpu")
         self._heldout = heldout
         self._scored = replace(schedule, shuffle=False, epochs=1)
         self._heldout_schedule = None
@@ -62,7 +68,7 @@ class TokenTrainer:
             self._heldout_schedule = Schedule(
                 schedule.spec,
                 schedule.batch_size,
-                replicas=ranks.world,
+                replicas=replicas,
                 n_tokens=len(heldout),
                 shuffle=False,
                 boundary="overlap",
@@ -71,7 +77,7 @@ class TokenTrainer:
 
     def release(self) -> None:
         """Let go of the module that was trained last."""
-        self._engine: DataParallelEngine[TokenTensors] | None = None
+        self._engine: Engine[TokenTensors] | None = None
         self._checked: nn.Module | None = None
         self.vocabulary: int | None = None
 
@@ -82,7 +88,7 @@ class TokenTrainer:
         engine = self.prepare(module, device)
         train(
             engine,
-            TokenBatches(self._tokens, self._schedule, self._ranks.rank, device),
+            TokenBatches(self._tokens, self._schedule, self._replica, device, rank=self._ranks.rank),
             state,
             epochs=self._schedule.epochs,
             optimizer_options=optimizer_options,
@@ -91,11 +97,14 @@ class TokenTrainer:
             evaluate=lambda: self._heldout_loss(module, device),
         )
 
-    def prepare(self, module: nn.Module, device: torch.device) -> DataParallelEngine[TokenTensors]:
+    def prepare(self, module: nn.Module, device: torch.device) -> Engine[TokenTensors]:
         """Return the engine that trains ``module``; making one costs as much as the module is large."""
         if self._engine is not None and self._engine.module is module and self._engine.device == device:
             return self._engine
         self._check(module, device)
+        if self._plan is not None:
+            self._engine = self._plan.engine(module, device)
+            return self._engine
         call = wrap(
             module,
             wrapping=resolve_wrapping(self._parallel, self._ranks.world, device.type),
@@ -123,20 +132,24 @@ class TokenTrainer:
 
     def _scoring_batches(self, module: nn.Module, device: torch.device) -> TokenBatches:
         self._check(module, device)
-        return TokenBatches(self._tokens, self._scored, self._ranks.rank, device)
+        return TokenBatches(self._tokens, self._scored, self._replica, device)
 
     def _heldout_loss(self, module: nn.Module, device: torch.device) -> float:
         assert self._heldout is not None and self._heldout_schedule is not None
-        batches = TokenBatches(self._heldout, self._heldout_schedule, self._ranks.rank, device)
+        batches = TokenBatches(self._heldout, self._heldout_schedule, self._replica, device)
         count, total = self._summed(module, batches)
         return -total / count
 
     def _summed(self, module: nn.Module, batches: Iterable[TokenTensors]) -> tuple[int, float]:
-        sums = log_density_sum(module, self._objective(module), batches, world=self._ranks.world)
+        counted = self._plan is None or self._plan.speaks_for_replica
+        objective = self._objective(module)
+        sums = log_density_sum(module, objective, batches, world=self._ranks.world, counted=counted)
         count, total = sums.tolist()
         return int(count), total
 
     def _objective(self, module: nn.Module) -> NextToken:
+        if self._plan is not None:
+            return self._plan.objective(module)
         # A sharded module computes in the precision that it was sharded with.
         autocast = self._precision == "bf16" and sharding_of(module) is None
         return NextToken(module, self._schedule.spec.targets, autocast=autocast)
@@ -158,7 +171,7 @@ class TokenTrainer:
 
     def _bad_token(self, vocab: int) -> ValueError | None:
         rank, world, n = self._ranks.rank, self._ranks.world, len(self._tokens)
-        shard = self._schedule.shards[rank]
+        shard = self._schedule.shards[self._replica]
         start, stop = shard.start, shard.stop
         if self._schedule.sampling == "global":  # every rank has the whole array; each reads its share of it
             start, stop = rank * n // world, (rank + 1) * n // world

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from mixle.experimental.tensor_pipeline_context_parallel.parts import Share
 from mixle.experimental.tensor_pipeline_context_parallel.pipeline_parallel import Pipeline, add_across_ends
 from mixle.experimental.tensor_pipeline_context_parallel.tensor_parallel import split_dim
 from mixle.training.next_token import TokenTensors
+from mixle.training.optimizer import Layout
+from mixle.training.wrap import replicate
 
 _BUCKET_BYTES = 25 << 20
 
@@ -31,12 +35,14 @@ class PlanEngine:
         self.module, self._parts = module, parts_of(module)
         plan, mesh = self._parts.plan, self._parts.mesh
         self.averaged_over = plan.dp * plan.cp
+        self.layout: Layout | None = self._parts.layout
         self._stages = self._parts.stages
         self._parameters = {name: p for name, p in self._parts.parameters().items() if p.requires_grad}
         self.device = next(iter(self._parameters.values())).device
         self._replicas = mesh.data.get_group()
         self._replicated = not self._parts.fsdp and self.averaged_over > 1
         self._pipeline: Pipeline | None = None
+        self._failed = False
         self._call: nn.Module = self._stages[0]
         if plan.pp > 1:
             rows = batch_size // plan.microbatches
@@ -60,6 +66,7 @@ class PlanEngine:
             dist.broadcast(total, group=pp, group_src=pp.size() - 1)
         if last:
             self._complete_gradients()
+            self._failed = math.isnan(scale)
         return total[0]
 
     def _one_stage(self, share: Share, scale: float, last: bool) -> Tensor:
@@ -95,9 +102,10 @@ class PlanEngine:
 
     def gradient_norm(self) -> Tensor:
         counted = [gradient for name, gradient in self._named_gradients() if self._is_first_holder(name)]
-        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        # Not every rank's scale reaches a gradient: that of a stage before the last does not.
+        square = torch.full((), math.nan if self._failed else 0.0, dtype=torch.float64, device=self.device)
         if counted:
-            square = torch.stack(torch._foreach_norm(counted)).double().square().sum()
+            square += torch.stack(torch._foreach_norm(counted)).double().square().sum()
         dist.all_reduce(square)
         return square.sqrt()
 
@@ -118,6 +126,10 @@ class PlanEngine:
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         if self.averaged_over > 1:
             dist.all_reduce(values, group=self._replicas)
+        return values
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values)
         return values
 
     def sync_buffers(self) -> None:
@@ -143,9 +155,3 @@ def _all_reduce(gradients: list[Tensor], group: dist.ProcessGroup, *, average: b
             for g, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 g.copy_(part.view_as(g))
             bucket = []
-
-
-def replicate(module: nn.Module, device: torch.device, group: dist.ProcessGroup) -> DistributedDataParallel:
-    return DistributedDataParallel(
-        module, process_group=group, broadcast_buffers=False, init_sync=False, gradient_as_bucket_view=True
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,14 +40,13 @@ class Layout:
         parts = split_blocks(self.blocks, self.plan.stages)
         return next(stage for stage, part in enumerate(parts) if block in part) % self.plan.pp
 
-    def whole(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-        """Return whole tensors on every rank, from the parts that each has; a collective call.
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return whole copies of all parameters' tensors on every rank, from the parts that each has; collective.
 
         Args:
-            tensors: this rank's parts, laid out as the parameters of these names; scalars are whole already.
-            names: all of them, on all ranks, in the same order.
+            tensors: laid out as this rank's parameters of these names are; scalars are whole already.
         """
-        return {name: self._whole(name, tensors.get(name)) for name in names}
+        return {name: self._whole(name, tensors.get(name)) for name in self.shapes}
 
     def _whole(self, name: str, part: Tensor | None) -> Tensor:
         group, owner, tensor = self.mesh.group("pp"), self.owner(name), None
@@ -57,6 +56,8 @@ class Layout:
             dim = split_dim(name)
             if dim is not None and tensor.ndim and self.plan.tp > 1:
                 tensor = gathered(tensor, dim, self.mesh.group("tp"))
+            else:
+                tensor = tensor.clone()
         if self.plan.pp == 1:
             assert tensor is not None
             return tensor
@@ -72,8 +73,14 @@ class Layout:
         dist.broadcast(sent, group=group, group_src=owner)
         return sent
 
-    def part(self, name: str, tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's part of a whole tensor, laid out as ``parameter``; a collective call under FSDP2."""
+    def part(self, tensor: Tensor, parameter: nn.Parameter, name: str) -> Tensor:
+        """Return this rank's part of a whole tensor, laid out as its parameter ``name``; collective under FSDP2.
+
+        Raises:
+            ValueError: it has not the shape of the whole parameter.
+        """
+        if tensor.shape != self.shapes[name]:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, its parameter {tuple(self.shapes[name])}")
         dim = split_dim(name)
         if dim is not None:
             tensor = tensor.chunk(self.plan.tp, dim)[self.mesh.rank("tp")]

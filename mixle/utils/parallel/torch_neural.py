@@ -18,6 +18,7 @@ from mixle.data.token_windows import validate_token_array
 from mixle.data.window_spec import Boundary, Targets, WindowSpec
 from mixle.models.streaming_transformer_leaf import StreamingTransformerLeaf, StreamingTransformerLeafEstimator
 from mixle.training import TrainingOptions, TrainingState
+from mixle.training.token_plan import TokenPlan
 from mixle.training.token_trainer import TokenTrainer
 from mixle.training.wrap import Parallel, Precision
 from mixle.utils.exact import require_choice, require_exact_bool, require_positive_int
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["StreamingTokenEncodedData"]
 
 ContextMode = Literal["ring", "allgather"]
-PLAN_MODULE = "mixle.experimental.tensor_pipeline_context_parallel"
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+PLAN_MODULE = "mixle.experimental.tensor_pipeline_context_parallel.execution"
 
 
 class StreamingTokenEncodedData(EncodedDataHandle):
@@ -54,8 +56,10 @@ class StreamingTokenEncodedData(EncodedDataHandle):
             ``"auto"`` is FSDP2 on CUDA and DDP on CPU, and nothing in one process.
         precision: ``"bf16"`` computes in bfloat16; parameters and gradient sums stay float32.
         activation_checkpointing: compute the activations of ``module.blocks`` again in the backward pass.
-        tp_size, pp_size, cp_size: sizes of the tensor, pipeline and context axes; above 1 they are checked against the
-            module and refused, until such plans can run.
+        tp_size, pp_size, cp_size: how many ranks share every layer (tensor axis), hold successive layers (pipeline)
+            and share every sequence (context). Data replicas are what they leave of the ranks; ``batch_size`` is each
+            replica's, and with ``shard_by_rank=False`` all ranks of one give the same array. A plan takes a
+            :class:`~mixle.models.transformer.CausalLM` apart in place.
         targets: ``"last"`` trains the token after each window, ``"all"`` the token after each of its positions.
         stride: tokens between windows with ``targets="all"``; ``block`` by default, and at least that.
         boundary: ``"exclude"`` drops the targets whose context crosses from one shard to the next, ``"overlap"``
@@ -64,7 +68,9 @@ class StreamingTokenEncodedData(EncodedDataHandle):
         sampling: ``"sharded"``: each replica permutes the windows of its shard; ``"global"``: all share one
             permutation of all windows, so that runs of equal ``world * batch_size`` see the same batches.
         seed: any integer; fixes the order and, while training, what the module draws.
-        cp_mode: ``"ring"`` or ``"allgather"``, for ``cp_size``.
+        cp_mode: how keys and values reach the ranks of a sequence: ``"ring"`` or ``"allgather"``.
+        microbatches: parts of a batch that pass a pipeline one after the other; by default at least ``pp_size``.
+        pp_schedule: their order: ``"gpipe"``, ``"1f1b"``, ``"interleaved"`` or ``"zero-bubble"``.
         training: what the loop does around the steps.
 
     Raises:
@@ -96,6 +102,8 @@ class StreamingTokenEncodedData(EncodedDataHandle):
         sampling: Sampling = "sharded",
         seed: int = 0,
         cp_mode: ContextMode = "ring",
+        microbatches: int | None = None,
+        pp_schedule: PipelineSchedule = "1f1b",
         training: TrainingOptions | None = None,
     ) -> None:
         self._tokens = validate_token_array(token_ids)
@@ -104,8 +112,16 @@ class StreamingTokenEncodedData(EncodedDataHandle):
         self._precision: Precision = require_choice(precision, "precision", ("fp32", "bf16"))
         self._recompute = require_exact_bool(activation_checkpointing, "activation_checkpointing")
         sizes = {"tp_size": tp_size, "pp_size": pp_size, "cp_size": cp_size}
-        self._plan = {name: require_positive_int(size, name) for name, size in sizes.items()}
-        self._context_mode: ContextMode = require_choice(cp_mode, "cp_mode", ("ring", "allgather"))
+        self._axes: dict[str, Any] = {name: require_positive_int(size, name) for name, size in sizes.items()}
+        self._axes["cp_mode"] = require_choice(cp_mode, "cp_mode", ("ring", "allgather"))
+        self._axes["microbatches"] = (
+            None if microbatches is None else require_positive_int(microbatches, "microbatches")
+        )
+        self._axes["pp_schedule"] = require_choice(
+            pp_schedule, "pp_schedule", ("gpipe", "1f1b", "interleaved", "zero-bubble")
+        )
+        if self._axes["pp_size"] == 1 and microbatches not in (None, 1):
+            raise ValueError(f"microbatches={microbatches} needs a pipeline: pp_size above 1, or leave it out")
         if not isinstance(training, (TrainingOptions, type(None))):
             raise TypeError(f"training={training!r} must be a TrainingOptions or None")
         self._options = TrainingOptions() if training is None else training
@@ -130,7 +146,10 @@ class StreamingTokenEncodedData(EncodedDataHandle):
         )
         self.rank, self.world = self._peers.rank, self._peers.world
         try:
-            self._schedule = self._make_schedule()
+            lengths = self._agree()
+            self._plan = self._make_plan()
+            self._replica = self.rank if self._plan is None else self._plan.replica
+            self._schedule = self._make_schedule(lengths)
             self._trainer = TokenTrainer(
                 self._tokens,
                 self._schedule,
@@ -140,6 +159,7 @@ class StreamingTokenEncodedData(EncodedDataHandle):
                 parallel=self._parallel,
                 precision=self._precision,
                 activation_checkpointing=self._recompute,
+                plan=self._plan,
             )
         except BaseException:
             self._peers.close()
@@ -155,12 +175,12 @@ class StreamingTokenEncodedData(EncodedDataHandle):
     @property
     def local_target_tokens(self) -> int:
         """Real targets that this rank trains in one epoch."""
-        return self._schedule.local_target_tokens(self.rank)
+        return self._schedule.local_target_tokens(self._replica)
 
     @property
     def masked_target_tokens(self) -> int:
         """Targets that this rank pads and masks, over all epochs of a call."""
-        return self._schedule.masked_target_tokens(self.rank)
+        return self._schedule.masked_target_tokens(self._replica)
 
     @property
     def excluded_target_tokens(self) -> int:
@@ -170,7 +190,7 @@ class StreamingTokenEncodedData(EncodedDataHandle):
     @property
     def schedule_receipt(self) -> dict[str, object]:
         """What one call trains, pads, excludes and skips, as seen by this rank."""
-        return self._schedule.receipt(self.rank)
+        return self._schedule.receipt(self._replica)
 
     def __len__(self) -> int:
         """Return the number of real targets in one epoch, of all ranks."""
@@ -194,7 +214,6 @@ class StreamingTokenEncodedData(EncodedDataHandle):
             )
         start = estimator if prev_estimate is None else prev_estimate
         state = start.state or TrainingState()
-        self._refuse_plan(start.module)
         self._trainer.fit(start.module, estimator.device, state, estimator.options)
         return self._leaf(start.module, estimator, state)
 
@@ -205,7 +224,6 @@ class StreamingTokenEncodedData(EncodedDataHandle):
         """
         if not isinstance(estimator, StreamingTransformerLeafEstimator):
             return self._statistics().initialize(estimator, rng, p)
-        self._refuse_plan(estimator.module)
         self._trainer.prepare(estimator.module, estimator.device)
         return self._leaf(estimator.module, estimator, estimator.state or TrainingState())
 
@@ -234,11 +252,11 @@ class StreamingTokenEncodedData(EncodedDataHandle):
         own: dict[str, Any] = {"n_tokens": n} if self._split else {"lengths": (max(n, self._spec.shortest),)}
         Schedule(self._spec, **own, **self._order)
 
-    def _make_schedule(self) -> Schedule:
-        """Agree with the other ranks on what is trained."""
+    def _agree(self) -> list[int]:
+        """Compare every rank's arguments, and return how many tokens each has."""
         n = len(self._tokens)
         told = {**self._order, "block": self._spec.block, "targets": self._spec.targets, "stride": self._spec.stride}
-        told |= {"shard_by_rank": self._split, "parallel": self._parallel, "precision": self._precision}
+        told |= {"shard_by_rank": self._split, "parallel": self._parallel, "precision": self._precision, **self._axes}
         mine = json.dumps([n, {name: repr(value) for name, value in told.items()}])
         everyone = [json.loads(t) for t in self._peers.exchange("sharding", mine, deadline_s=COLLECTIVE_TIMEOUT_S)]
         lengths = [length for length, _ in everyone]
@@ -251,17 +269,38 @@ class StreamingTokenEncodedData(EncodedDataHandle):
                     f"token_ids has {length} tokens on rank {rank} and {lengths[0]} on rank 0; give every rank the "
                     "same array, or shard_by_rank=False"
                 )
-        own: dict[str, Any] = {"n_tokens": n} if self._split else {"lengths": tuple(lengths)}
-        return Schedule(self._spec, replicas=self.world, **own, **self._order)
+        return lengths
 
-    def _refuse_plan(self, module: nn.Module) -> None:
-        if any(size > 1 for size in self._plan.values()):
-            validate = importlib.import_module(PLAN_MODULE).validate_tp_pp_cp_plan
-            validate(module, **self._plan, block=self._spec.block, cp_mode=self._context_mode)
-            named = ", ".join(f"{name}={size}" for name, size in self._plan.items())
-            raise NotImplementedError(
-                f"the plan {named} fits the module, but plans cannot run yet; leave the sizes at 1"
-            )
+    def _make_schedule(self, lengths: list[int]) -> Schedule:
+        replicas = self.world if self._plan is None else self._plan.replicas
+        own: dict[str, Any] = {"n_tokens": lengths[0]}
+        if not self._split:
+            by_replica: dict[int, int] = {}
+            for rank, length in enumerate(lengths):
+                replica = rank if self._plan is None else self._plan.replica_of(rank)
+                if by_replica.setdefault(replica, length) != length:
+                    raise ValueError(
+                        f"token_ids has {length} tokens on rank {rank}, but {by_replica[replica]} on another rank of "
+                        f"data replica {replica}; all ranks of a replica give the same array"
+                    )
+            own = {"lengths": tuple(by_replica[replica] for replica in range(replicas))}
+        return Schedule(self._spec, replicas=replicas, **own, **self._order)
+
+    def _make_plan(self) -> TokenPlan | None:
+        """Return how the ranks share a module, None if each has all of it."""
+        if all(self._axes[axis] == 1 for axis in ("tp_size", "pp_size", "cp_size")):
+            return None
+        made: TokenPlan = importlib.import_module(PLAN_MODULE).PlanExecution.of(
+            self._peers,
+            **self._axes,
+            batch_size=require_positive_int(self._order["batch_size"], "batch_size"),
+            block=self._spec.block,
+            targets=self._spec.targets,
+            parallel=self._parallel,
+            precision=self._precision,
+            activation_checkpointing=self._recompute,
+        )
+        return made
 
     def _leaf(
         self, module: nn.Module, estimator: StreamingTransformerLeafEstimator, state: TrainingState
@@ -270,5 +309,10 @@ class StreamingTokenEncodedData(EncodedDataHandle):
         return StreamingTransformerLeaf(module, estimator.device, options=estimator.options, state=state, vocab=vocab)
 
     def _statistics(self) -> TokenStatistics:
+        if self._plan is not None and not self._split:
+            raise ValueError(
+                "shard_by_rank=False gives all ranks of a replica the same tokens, which an estimator of statistics "
+                "would count several times; leave tp_size, pp_size and cp_size at 1"
+            )
         patient = self._peers.with_deadline(COLLECTIVE_TIMEOUT_S)
         return TokenStatistics(patient, self._tokens, shared=self._split)

@@ -519,9 +519,24 @@ def test_a_plan_that_does_not_fit_the_module_is_refused_with_the_numbers(plan, m
         seq_estimate(handle_on(**plan), estimator(model()))
 
 
-def test_a_plan_that_fits_is_refused_by_name_until_it_can_run():
-    with pytest.raises(NotImplementedError, match="tp_size=2, pp_size=2, cp_size=2"):
+def test_a_plan_that_fits_the_module_but_not_the_ranks_is_refused_with_the_numbers():
+    with pytest.raises(ValueError, match="tp_size=2 x pp_size=2 x cp_size=2 = 8 must divide world_size=1"):
         seq_estimate(handle_on(tp_size=2, pp_size=2, cp_size=2), estimator(CausalLM(24, 16, 2, 2, BLOCK)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pp_size": 2, "microbatches": 3}, "microbatches=3 must divide batch_size"),
+        ({"microbatches": 2}, "microbatches=2 needs a pipeline"),
+        ({"pp_size": 2, "microbatches": True}, "microbatches"),
+        ({"pp_size": 2, "pp_schedule": "2f2b"}, "pp_schedule='2f2b'"),
+        ({"cp_size": 2, "cp_mode": "ulysses"}, "cp_mode='ulysses'"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused_when_the_handle_is_made(arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        handle_on(**arguments)
 
 
 # ---- the receipt
