@@ -101,7 +101,7 @@ def join(
     Raises:
         PeerError: a peer did not come within ``collective_timeout_s``.
         ValueError: ``backend`` is none that this build of torch has, or not that of the group that exists; or the
-            environment's ``RANK`` and ``WORLD_SIZE`` are malformed.
+            environment's ``RANK`` and ``WORLD_SIZE`` are malformed; or a group is needed and may not be made.
     """
     global _group
     require_backend(backend)
@@ -130,8 +130,10 @@ def _adopt_or_create(init: bool, backend: str | None, alone: bool, timeout_s: fl
     place = _torchrun_place() if init else None
     if place is not None:
         store, (rank, world) = _torchrun_store(timeout_s), place
-    elif alone:
+    elif alone and init:
         store, rank, world = dist.HashStore(), 0, 1
+    elif alone:
+        raise ValueError("init_process_group=False needs a process group that the caller has initialized; there is none")
     else:
         return None
     torch = optional_import("torch", extra="torch")

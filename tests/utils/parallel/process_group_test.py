@@ -19,6 +19,11 @@ def test_a_group_of_one_is_made_for_what_needs_one_and_destroyed_by_its_last_use
     assert not dist.is_initialized()
 
 
+def test_a_group_that_is_needed_but_may_not_be_made_is_refused():
+    with pytest.raises(ValueError, match="init_process_group=False needs a process group"):
+        join(init_process_group=False, alone=True)
+
+
 def test_a_group_that_the_caller_initialized_is_used_and_left_alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
