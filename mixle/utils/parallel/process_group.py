@@ -133,7 +133,7 @@ def _adopt_or_create(init: bool, backend: str | None, alone: bool, timeout_s: fl
     elif alone and init:
         store, rank, world = dist.HashStore(), 0, 1
     elif alone:
-        raise ValueError("init_process_group=False needs a process group that the caller has initialized; there is none")
+        raise ValueError("init_process_group=False needs a process group that the caller initialized; there is none")
     else:
         return None
     torch = optional_import("torch", extra="torch")
