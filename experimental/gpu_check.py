@@ -58,7 +58,7 @@ class Size:
         return np.minimum(draws - 1, self.vocab - 1).astype(np.uint16)
 
     def flops_per_token(self, parameters: int) -> float:
-        """Return FLOP per token, forward and backward (arXiv 2204.02311, appendix B), causal attention counted whole."""
+        """Return FLOP per token, both passes (arXiv 2204.02311, appendix B), causal attention counted whole."""
         return 6 * parameters + 12 * self.layers * self.d_model * self.block
 
 
