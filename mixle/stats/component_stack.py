@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,29 @@ from mixle.stats.contract import ProbabilityDistribution, StatisticAccumulator
 from mixle.stats.encoding import LeafEncoding
 from mixle.stats.leaf import LeafDistribution
 from mixle.stats.linear import LinearKernel
+from mixle.stats.policy import MIN_MASS
 
-__all__ = ["ComponentStack", "stack_components"]
+__all__ = ["ComponentStack", "Likelihoods", "stack_components"]
+
+# What is this far below the peak of all components counts for nothing beside MIN_MASS, and exp is slow further down.
+_LEAST_EXPONENT = -500.0
+_LEAST_LIKELIHOOD = np.exp(_LEAST_EXPONENT)
+
+
+class Likelihoods(NamedTuple):
+    """The weighted likelihoods of a block of rows.
+
+    Attributes:
+        joint: ``(k, n)``; times ``exp(log_scale)``, the weight of component ``j`` times its density at row ``i``.
+        total: ``(n,)``, the sum over components; zero for a row that no component can produce.
+        log_scale: ``(n,)`` or a number.
+        block: what :meth:`ComponentStack.add` needs to know of the rows.
+    """
+
+    joint: np.ndarray
+    total: np.ndarray
+    log_scale: Any
+    block: Any
 
 
 class Workspace:
@@ -48,9 +69,23 @@ class ComponentStack(ABC):
     def score(self, encs: Sequence[Any]) -> tuple[np.ndarray, Any]:
         """Return a block's weighted log-densities, ``(k, n)``, and what :meth:`add` needs to know of the block."""
 
+    def likelihoods(self, encs: Sequence[Any]) -> Likelihoods:
+        """Return a block's weighted likelihoods, scaled by that of each row's best component."""
+        joint, block = self.score(encs)
+        top = joint.max(axis=0)
+        top[top == -np.inf] = 0.0
+        joint -= top
+        np.exp(joint, out=joint)
+        return Likelihoods(joint, joint.sum(axis=0), top, block)
+
     @abstractmethod
-    def add(self, block: Any, weights: np.ndarray, accumulators: Sequence[StatisticAccumulator]) -> None:
-        """Add a scored block's rows with ``(k, n)`` weights; they may reach the accumulators only at :meth:`finish`."""
+    def add(
+        self, block: Any, weights: np.ndarray, mass: np.ndarray, accumulators: Sequence[StatisticAccumulator]
+    ) -> None:
+        """Add a scored block's rows with ``(k, n)`` weights, which add up to ``mass``, ``(k,)``.
+
+        They may reach the accumulators only at :meth:`finish`.
+        """
 
     def finish(self, accumulators: Sequence[StatisticAccumulator]) -> None:  # noqa: B027  (most stacks hold nothing back)
         """Hand over what :meth:`add` held back."""
@@ -71,7 +106,9 @@ class TurnStack(ComponentStack):
             np.add(dist.seq_log_density(enc), log_w, out=row)
         return joint, encs
 
-    def add(self, block: Any, weights: np.ndarray, accumulators: Sequence[StatisticAccumulator]) -> None:
+    def add(
+        self, block: Any, weights: np.ndarray, mass: np.ndarray, accumulators: Sequence[StatisticAccumulator]
+    ) -> None:
         for accumulator, enc, w, dist in zip(accumulators, block, weights, self.dists, strict=True):
             accumulator.seq_update(enc, w, dist)
 
@@ -82,25 +119,45 @@ class LinearStack(ComponentStack):
     def __init__(self, kernel: LinearKernel, log_w: np.ndarray) -> None:
         self.kernel = kernel
         self.constants = (kernel.constants + log_w)[:, None]
+        self.peak = float(np.max(kernel.peaks + log_w))
+        self.near_peak = True
         self.joint, self.features = Workspace(), Workspace()
         k, features = kernel.coefficients.shape
         self.row_bytes = 8 * features + 16 * k
         self.weight = np.zeros(k)
         self.totals = np.zeros((k, features))
 
+    def likelihoods(self, encs: Sequence[LeafEncoding]) -> Likelihoods:
+        """Return a block's weighted likelihoods, scaled by the largest that there can be where all rows are near it."""
+        if self.near_peak:
+            joint, block = self._score(encs, self.constants - self.peak)
+            np.maximum(joint, _LEAST_EXPONENT, out=joint)
+            np.exp(joint, out=joint)
+            joint -= _LEAST_LIKELIHOOD
+            total = joint.sum(axis=0)
+            self.near_peak = not (total <= MIN_MASS).any()
+            if self.near_peak:
+                return Likelihoods(joint, total, self.peak, block)
+        return super().likelihoods(encs)
+
     def score(self, encs: Sequence[LeafEncoding]) -> tuple[np.ndarray, Any]:
+        return self._score(encs, self.constants)
+
+    def _score(self, encs: Sequence[LeafEncoding], constants: np.ndarray) -> tuple[np.ndarray, Any]:
         k, count = self.kernel.coefficients.shape
         n = len(encs[0])
         features = self.features.array(count, n)
         self.kernel.write_features(encs[0], features)
         joint = np.matmul(self.kernel.coefficients, features, out=self.joint.array(k, n))
-        joint += self.constants
+        joint += constants
         if encs[0].impossible is not None:
             joint[:, encs[0].impossible] = -np.inf
         return joint, features
 
-    def add(self, block: np.ndarray, weights: np.ndarray, accumulators: Sequence[StatisticAccumulator]) -> None:
-        self.weight += weights.sum(axis=1)
+    def add(
+        self, block: np.ndarray, weights: np.ndarray, mass: np.ndarray, accumulators: Sequence[StatisticAccumulator]
+    ) -> None:
+        self.weight += mass
         self.totals += weights @ block.T
 
     def finish(self, accumulators: Sequence[StatisticAccumulator]) -> None:

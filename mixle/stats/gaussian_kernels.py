@@ -36,7 +36,8 @@ class DiagonalKernel(LinearKernel):
         gap = mu - frame.point
         precision = 1.0 / variance
         self.coefficients = np.concatenate([gap * precision, -0.5 * precision], axis=1)
-        self.constants = -0.5 * (np.log(2 * math.pi * variance) + np.square(gap) * precision).sum(axis=1)
+        self.peaks = -0.5 * np.log(2 * math.pi * variance).sum(axis=1)
+        self.constants = self.peaks - 0.5 * (np.square(gap) * precision).sum(axis=1)
         self.exact = bool(
             np.max(np.sum(np.square(np.abs(gap) + np.sqrt(variance)) * precision, axis=1)) < _LARGEST_TERM
         )
@@ -72,7 +73,8 @@ class FullKernel(LinearKernel):
         quadratic = -precision
         quadratic[:, np.arange(d), np.arange(d)] *= 0.5
         self.coefficients = np.concatenate([linear, quadratic[:, *self.upper]], axis=1)
-        self.constants = -0.5 * (d * math.log(2 * math.pi) + log_det + np.sum(linear * gap, axis=1))
+        self.peaks = -0.5 * (d * math.log(2 * math.pi) + log_det)
+        self.constants = self.peaks - 0.5 * np.sum(linear * gap, axis=1)
         reach = np.abs(gap) + np.sqrt(np.einsum("kii->ki", covar))
         self.exact = bool(np.max(np.einsum("ki,kij,kj->k", reach, np.abs(precision), reach)) < _LARGEST_TERM)
 

@@ -23,10 +23,12 @@ class LinearKernel(ABC):
     Attributes:
         coefficients: ``(k, F)``.
         constants: ``(k,)``.
+        peaks: ``(k,)``, the largest log-density that each member reaches.
     """
 
     coefficients: np.ndarray
     constants: np.ndarray
+    peaks: np.ndarray
 
     @abstractmethod
     def write_features(self, enc: Any, out: np.ndarray) -> None:

@@ -27,7 +27,7 @@ from mixle.stats.contract import (
 from mixle.stats.encoding import Encoding, LeafEncoding, impossible_rows, row_count, take_rows
 from mixle.stats.leaf import resolve_prior
 from mixle.stats.mixture_statistic import MixtureStatistic, tell_whole
-from mixle.stats.policy import Repair, within
+from mixle.stats.policy import MIN_MASS, Repair, within
 from mixle.stats.row_draws import RowDraws
 from mixle.stats.simplex import require_probabilities, weights_from_counts
 
@@ -127,10 +127,9 @@ class MixtureDistribution(ProbabilityDistribution):
         out = np.empty(len(enc))
         stack = self._stack(enc)
         for start, stop in row_blocks(len(enc), stack.row_bytes):
-            joint, _ = stack.score(self._encodings(enc.rows(start, stop)))
-            top, total = _exponentiate(joint)
+            scored = stack.likelihoods(self._encodings(enc.rows(start, stop)))
             with np.errstate(divide="ignore"):
-                np.add(np.log(total), top, out=out[start:stop])
+                np.add(np.log(scored.total), scored.log_scale, out=out[start:stop])
         return out
 
     def seq_posterior(self, enc: MixtureEncoding) -> np.ndarray:
@@ -138,10 +137,8 @@ class MixtureDistribution(ProbabilityDistribution):
 
         It is NaN where no component can produce the observation.
         """
-        joint = self.seq_component_log_density(enc)
-        _, total = _exponentiate(joint)
-        joint /= np.where(total > 0, total, np.nan)
-        return joint
+        scored = self._stack(enc).likelihoods(self._encodings(enc))
+        return scored.joint / np.where(scored.total > 0, scored.total, np.nan)
 
     def _stack(self, enc: MixtureEncoding) -> ComponentStack:
         return stack_components(self.components, self.log_w, self._encodings(enc))
@@ -183,18 +180,6 @@ def row_blocks(n: int, row_bytes: float) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, n)
 
 
-def _exponentiate(joint: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Turn ``(k, n)`` log-densities in place into ``exp(joint - top)``; return ``top`` and the column sums, ``(n,)``.
-
-    The sum is zero for a row that no component can produce, and at least one elsewhere.
-    """
-    top = joint.max(axis=0)
-    top[top == -np.inf] = 0.0
-    joint -= top
-    np.exp(joint, out=joint)
-    return top, joint.sum(axis=0)
-
-
 class MixtureSampler(Sampler):
     """Draws a component, then an observation from it."""
 
@@ -233,15 +218,16 @@ class MixtureAccumulator(StatisticAccumulator):
             )
         stack = estimate._stack(enc)
         for start, stop in row_blocks(len(enc), stack.row_bytes):
-            joint, block = stack.score(estimate._encodings(enc.rows(start, stop)))
-            _, total = _exponentiate(joint)
+            joint, total, _, block = stack.likelihoods(estimate._encodings(enc.rows(start, stop)))
             lost = total == 0
             if lost.any():
                 self.impossible += float(weights[start:stop][lost].sum())
                 total[lost] = 1.0
             joint *= weights[start:stop] / total
-            self.counts = self.counts + joint.sum(axis=1)
-            stack.add(block, joint, self.accumulators)
+            mass = joint.sum(axis=1)
+            mass[mass <= MIN_MASS] = 0.0
+            self.counts = self.counts + mass
+            stack.add(block, joint, mass, self.accumulators)
         stack.finish(self.accumulators)
 
     def seq_initialize(self, enc: MixtureEncoding, weights: np.ndarray, rng: RowDraws) -> None:

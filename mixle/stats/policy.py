@@ -7,8 +7,8 @@
 * A positive mean that is a scale (the exponential's) is floored at :data:`MIN_MEAN_RATIO` times the mean of the whole
   data, or times one where that is zero.
 * A part that no observation reaches (an empty component, an unseen row) keeps its previous parameters; without any, it
-  gets the family's standard parameters. A total weight of :data:`MIN_MASS` or less is none: below it, products with
-  data lose their digits to underflow.
+  gets the family's standard parameters. A total weight of :data:`MIN_MASS` or less is none: it comes from rows that a
+  component all but excludes, and products with data would lose their digits to underflow.
 * A real number beyond :data:`MAX_MAGNITUDE` is impossible, as infinity is: its products with others overflow.
 * A row that no component can produce is left out of the statistic and counted.
 
@@ -40,7 +40,7 @@ __all__ = [
 
 MIN_VARIANCE_RATIO = 1e-6
 MIN_MEAN_RATIO = 1e-6
-MIN_MASS = 1e-200
+MIN_MASS = 1e-100
 MAX_MAGNITUDE = 1e100
 
 
