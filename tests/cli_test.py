@@ -27,7 +27,7 @@ def mixle(*arguments: str, **options: object) -> subprocess.Popen[str]:
     )
 
 
-def finished(process: subprocess.Popen[str], timeout_s: float = 150.0) -> str:
+def finished(process: subprocess.Popen[str], timeout_s: float = 240.0) -> str:
     """Wait for the end and return what was printed."""
     try:
         return process.communicate(timeout=timeout_s)[0]
