@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache
@@ -69,8 +68,9 @@ class ProbabilityDistribution(ABC):
         return float(self.seq_log_density(self.dist_to_encoder().seq_encode([x]))[0])
 
     def density(self, x: Any) -> float:
-        """Return ``exp(log_density(x))``."""
-        return math.exp(self.log_density(x))
+        """Return ``exp(log_density(x))``, infinite where that overflows."""
+        with np.errstate(over="ignore"):
+            return float(np.exp(self.log_density(x)))
 
     @abstractmethod
     def seq_log_density(self, enc: Any) -> np.ndarray:

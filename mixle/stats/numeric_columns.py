@@ -11,7 +11,7 @@ import numpy as np
 from mixle.stats.encoding import LeafEncoding
 from mixle.stats.frames import Frame
 
-__all__ = ["finite_vector", "integer_column", "number_column", "supported", "vector_columns"]
+__all__ = ["concatenated", "finite_vector", "integer_column", "number_column", "supported", "vector_columns"]
 
 
 def finite_vector(value: Any, name: str, size: int | None = None) -> np.ndarray:
@@ -46,6 +46,8 @@ def number_column(values: Any, family: str, *, bools: bool = False) -> np.ndarra
     """
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in ("iufb" if bools else "iuf"):
         column = values.astype(np.float64)
+    elif {type(value) for value in values} == {float}:
+        column = np.array(values)
     else:
         for i, value in enumerate(values):
             if not (_is_real(value) or (bools and isinstance(value, (bool, np.bool_)))):
@@ -61,6 +63,15 @@ def number_column(values: Any, family: str, *, bools: bool = False) -> np.ndarra
             "drop it, or wrap the family in Optional and give None for missing values"
         )
     return column
+
+
+def concatenated(arrays: Any, kinds: str) -> np.ndarray | None:
+    """Return arrays end to end if all are NumPy's, of one dtype whose kind is one of ``kinds``; else None."""
+    types = {x.dtype if isinstance(x, np.ndarray) else None for x in arrays}
+    dtype = types.pop() if len(types) == 1 else None
+    if dtype is None or dtype.kind not in kinds:
+        return None
+    return np.asarray(arrays[0]) if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _to_float(value: Any) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -35,11 +35,15 @@ __all__ = [
 ]
 
 
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, (float, np.floating)) and bool(value != value)
+
+
 def _is_missing(value: Any, missing_value: Any) -> bool:
     if value is missing_value:
         return True
-    if isinstance(missing_value, float) and missing_value != missing_value:
-        return isinstance(value, (float, np.floating)) and bool(value != value)
+    if _is_nan(missing_value):
+        return _is_nan(value)
     # A number that equals a bool or a string that equals nothing else is still a value of its own type.
     return type(value) is type(missing_value) and bool(value == missing_value)
 
@@ -87,9 +91,14 @@ class OptionalDataEncoder(DataEncoder):
     def __init__(self, encoder: DataEncoder, missing_value: Any = None) -> None:
         self.encoder, self.missing_value = encoder, missing_value
 
-    def seq_encode(self, xs: Sequence[Any]) -> OptionalEncoding:
-        present = np.array([not _is_missing(x, self.missing_value) for x in xs], dtype=bool)
-        kept = [x for x, there in zip(xs, present, strict=True) if there]
+    def seq_encode(self, xs: Any) -> OptionalEncoding:
+        kept: Any
+        if isinstance(xs, np.ndarray) and xs.dtype.kind == "f" and xs.ndim == 1 and _is_nan(self.missing_value):
+            present = ~np.isnan(xs)
+            kept = xs[present]
+        else:
+            present = np.array([not _is_missing(x, self.missing_value) for x in xs], dtype=bool)
+            kept = [x for x, there in zip(xs, present, strict=True) if there]
         try:
             return OptionalEncoding(present, self.encoder.seq_encode(kept))
         except (TypeError, ValueError):
@@ -170,11 +179,10 @@ class OptionalDistribution(ProbabilityDistribution):
 
     def parameters_to_dict(self) -> dict[str, Any]:
         missing = self.missing_value
-        nan = isinstance(missing, float) and missing != missing
         return {
             "dist": self.dist.to_dict(),
             "p": self.p,
-            "missing_value": {"float": "nan"} if nan else category_to_json(missing),
+            "missing_value": {"float": "nan"} if _is_nan(missing) else category_to_json(missing),
             "name": self.name,
         }
 

@@ -20,6 +20,7 @@ from mixle.stats.contract import (
 )
 from mixle.stats.encoding import Encoding, LeafEncoding, impossible_rows, take_rows
 from mixle.stats.null import NullDistribution, NullEstimator
+from mixle.stats.numeric_columns import concatenated
 from mixle.stats.policy import Repair, within
 from mixle.stats.row_draws import RowDraws
 from mixle.utils.exact import require_nonnegative_int
@@ -90,7 +91,9 @@ class SequenceDataEncoder(DataEncoder):
                 )
         lengths = [len(x) for x in xs]
         bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
-        flat = [element for x in xs for element in x]
+        flat: Any = concatenated(xs, "iuf")
+        if flat is None:
+            flat = [element for x in xs for element in x]
         try:
             elements = self.encoder.seq_encode(flat)
         except (TypeError, ValueError):

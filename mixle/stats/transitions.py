@@ -13,6 +13,7 @@ import numpy as np
 from mixle.stats.category_codes import category_codes
 from mixle.stats.encoding import LeafEncoding
 from mixle.stats.frames import Frame, Sums, Vocabulary, join_frames
+from mixle.stats.numeric_columns import concatenated
 from mixle.stats.statistics import LeafStatistic
 
 __all__ = ["ChainEncoding", "TransitionFrame", "chain_statistic", "encode_chains", "encode_segment"]
@@ -131,9 +132,8 @@ def encode_chains(xs: Any, family: str) -> ChainEncoding:
                 f"at index {i}{hint}"
             )
     lengths = np.array([len(x) for x in xs], dtype=np.int64)
-    if len(xs) and all(isinstance(x, np.ndarray) and x.dtype.kind in "iu" for x in xs):
-        flat: Any = xs[0] if len(xs) == 1 else np.concatenate(xs)
-    else:
+    flat: Any = concatenated(xs, "iu")
+    if flat is None:
         flat = [state for x in xs for state in (x.tolist() if isinstance(x, np.ndarray) else x)]
     try:
         states, codes = category_codes(flat, family)

@@ -241,3 +241,9 @@ def test_density_of_large_counts_is_accurate():
 
     for lam, x in ((1e6, 1_000_000), (0.1, 50), (1e-300, 1)):
         assert PoissonDistribution(lam).log_density(x) == pytest.approx(stats.poisson(lam).logpmf(x), rel=1e-9)
+
+
+def test_a_density_beyond_floats_is_infinite():
+    narrow = DiagonalGaussianDistribution(np.zeros(200), np.full(200, 1e-12))
+    assert narrow.log_density(np.zeros(200)) > 1000
+    assert narrow.density(np.zeros(200)) == math.inf

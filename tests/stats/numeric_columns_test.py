@@ -7,7 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from mixle.stats.numeric_columns import finite_vector, integer_column, number_column, supported, vector_columns
+from mixle.stats.numeric_columns import (
+    concatenated,
+    finite_vector,
+    integer_column,
+    number_column,
+    supported,
+    vector_columns,
+)
 
 
 @pytest.mark.parametrize(
@@ -98,3 +105,10 @@ def test_impossible_rows_get_a_stand_in_and_one_is_remembered():
 def test_parameters_that_are_no_finite_vector_are_refused(value, kind, message):
     with pytest.raises(kind, match=message):
         finite_vector(value, "mu", 2)
+
+
+def test_arrays_of_one_integer_type_are_joined_and_others_left_alone():
+    big = 2**60 + 1
+    assert concatenated([np.array([1, big]), np.array([3])], "iu").tolist() == [1, big, 3]
+    for arrays in ([np.array([big]), np.array([1], dtype=np.uint64)], [np.array([1]), [2]], [np.array([0.5])], []):
+        assert concatenated(arrays, "iu") is None
