@@ -127,6 +127,7 @@ def lm(
             if resume is not None:
                 folder.require_same_text(corpus)
             execution = Execution(_device(device, processes), parallel, precision)
+            folder.make()
         if rank is not None:
             job = Job(settings, execution, corpus, folder, resume is not None, rank, processes, interrupt)
             raise typer.Exit(job.run())

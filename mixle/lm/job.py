@@ -163,7 +163,6 @@ class Job:
         return score
 
     def _save(self, leaf: StreamingTransformerLeaf, *, complete: bool) -> None:
-        self.folder.path.mkdir(parents=True, exist_ok=True)
         leaf.save(self.folder.model)
         self.folder.describe(self.settings, self.corpus, complete=complete)
 

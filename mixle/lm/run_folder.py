@@ -48,6 +48,13 @@ class RunFolder:
         if self.path.exists() and any(self.path.iterdir()) and not self.description.is_file():
             raise ValueError(f"--out {self.path} holds files that are not of an earlier run; name another folder")
 
+    def make(self) -> None:
+        """Make the folder now, not after minutes of training."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--out {self.path} cannot be made ({error.strerror}); name another folder") from None
+
     def describe(self, settings: Settings, corpus: Corpus, *, complete: bool) -> None:
         """Write what it takes to go on."""
         described = {"settings": dataclasses.asdict(settings), "text_sha256": _sha256(corpus), "complete": complete}

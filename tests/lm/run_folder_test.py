@@ -36,6 +36,12 @@ def test_a_file_is_not_free(tmp_path):
         RunFolder(tmp_path / "file").require_free()
 
 
+def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--out .*file/run cannot be made .*name another folder"):
+        RunFolder(tmp_path / "file" / "run").make()
+
+
 def test_an_interrupted_run_goes_on_with_its_own_settings(interrupted):
     assert interrupted.unfinished_settings() == Settings(lr=0.01, epochs=3)
 
