@@ -37,7 +37,7 @@ def tell_whole(components: tuple[Any, ...]) -> tuple[Any, ...]:
     leaves = [item for component in components for item in _leaves(component, ())]
     pooled: dict[Hashable, LeafStatistic] = {}
     if len({_skeleton(component) for component in components}) == 1:
-        for place, leaf in leaves:
+        for place, leaf in ((place, leaf) for place, leaf in leaves if isinstance(leaf.frame, Centre)):
             pooled[place] = add_leaf_statistics(pooled[place], leaf) if place in pooled else leaf
     frames = [_told(leaf.frame, pooled.get(place)) for place, leaf in leaves]
     return tuple(reframe(components, frames))
