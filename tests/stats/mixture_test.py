@@ -136,6 +136,13 @@ def test_a_random_start_tells_components_apart():
     assert len({round(c.mu, 6) for c in model.components}) == 3
 
 
+def test_every_component_of_a_random_start_sees_a_little_of_every_row():
+    estimator = MixtureEstimator([PoissonEstimator() for _ in range(5)])
+    model = seq_initialize(seq_encode([3], estimator=estimator), estimator, 0, 1.0)
+    assert [c.lam for c in model.components] == pytest.approx([3.0] * 5)
+    assert min(model.w) > 0
+
+
 ZEROS = [0.0] * 6 + [5.0, 5.1, 4.9]
 
 
