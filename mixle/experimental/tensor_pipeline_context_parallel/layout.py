@@ -22,12 +22,14 @@ class Layout:
 
     Attributes:
         shapes: of the whole parameters, by name.
+        dtype: of all of them.
         blocks: how many the model has.
     """
 
     plan: Plan
     mesh: PlanMesh
     shapes: Mapping[str, torch.Size]
+    dtype: torch.dtype
     blocks: int
 
     def owner(self, name: str) -> int:
@@ -68,8 +70,12 @@ class Layout:
         group, device = self.mesh.group("pp"), self.mesh.device
         is_scalar = torch.tensor([tensor is not None and tensor.ndim == 0], device=device)
         dist.broadcast(is_scalar, group=group, group_src=owner)
-        shape = torch.Size() if is_scalar.item() else self.shapes[name]
-        sent = torch.empty(shape, device=device) if tensor is None else tensor.to(device).contiguous()
+        if tensor is not None:
+            sent = tensor.to(device).contiguous()
+        elif is_scalar.item():
+            sent = torch.empty((), device=device)
+        else:
+            sent = torch.empty(self.shapes[name], dtype=self.dtype, device=device)
         dist.broadcast(sent, group=group, group_src=owner)
         return sent
 

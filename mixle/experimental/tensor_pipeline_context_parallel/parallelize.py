@@ -66,8 +66,8 @@ def parallelize(model: CausalLM, plan: Plan, mesh: PlanMesh, *, fsdp: bool, prec
         for block in blocks:
             block.attention.attend = attention_over(mesh.group("cp"), plan.cp_mode, model.dropout)
     shapes = {name: p.shape for name, p in named_parameters(model).items()}
-    layout = Layout(plan, mesh, shapes, len(model.blocks))
     dtype = model.norm.weight.dtype
+    layout = Layout(plan, mesh, shapes, dtype, len(model.blocks))
     split_over(model, mesh.group("tp"))
     stages = _stages(model, plan, mesh, autocast=precision == "bf16" and not fsdp)
     if fsdp:
