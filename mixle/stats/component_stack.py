@@ -21,9 +21,8 @@ from mixle.stats.policy import MIN_MASS
 
 __all__ = ["ComponentStack", "Likelihoods", "stack_components"]
 
-# What is this far below the peak of all components counts for nothing beside MIN_MASS, and exp is slow further down.
+# Further below the peak of all components exp is slow, and what it gives is nothing beside MIN_MASS.
 _LEAST_EXPONENT = -500.0
-_LEAST_LIKELIHOOD = np.exp(_LEAST_EXPONENT)
 
 
 class Likelihoods(NamedTuple):
@@ -133,7 +132,6 @@ class LinearStack(ComponentStack):
             joint, block = self._score(encs, self.constants - self.peak)
             np.maximum(joint, _LEAST_EXPONENT, out=joint)
             np.exp(joint, out=joint)
-            joint -= _LEAST_LIKELIHOOD
             total = joint.sum(axis=0)
             self.near_peak = not (total <= MIN_MASS).any()
             if self.near_peak:

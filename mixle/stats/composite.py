@@ -18,7 +18,15 @@ from mixle.stats.contract import (
     require_distributions,
     require_estimators,
 )
-from mixle.stats.encoding import Encoding, LeafEncoding, any_impossible, row_count, take_rows
+from mixle.stats.encoding import (
+    Encoding,
+    LeafEncoding,
+    any_impossible,
+    require_encoding,
+    require_parts,
+    row_count,
+    take_rows,
+)
 from mixle.stats.policy import Repair, within
 from mixle.stats.row_draws import RowDraws
 
@@ -53,6 +61,12 @@ class CompositeEncoding(Encoding):
 
     def impossible_rows(self) -> np.ndarray | None:
         return any_impossible(self.fields)
+
+
+def _fields(enc: Any, width: int) -> tuple[Any, ...]:
+    require_encoding(enc, CompositeEncoding, "Composite")
+    require_parts(enc.fields, width, "Composite")
+    return tuple(enc.fields)
 
 
 class CompositeDataEncoder(DataEncoder):
@@ -102,8 +116,9 @@ class CompositeDistribution(ProbabilityDistribution):
         return tuple(r for j, d in enumerate(self.dists) for r in within(f"dists[{j}]", d.repairs))
 
     def seq_log_density(self, enc: CompositeEncoding) -> np.ndarray:
+        fields = _fields(enc, len(self.dists))
         total = np.zeros(len(enc))
-        for dist, field in zip(self.dists, enc.fields, strict=True):
+        for dist, field in zip(self.dists, fields, strict=True):
             total += dist.seq_log_density(field)
         return total
 
@@ -127,6 +142,17 @@ class CompositeDistribution(ProbabilityDistribution):
         return f"CompositeDistribution({list(self.dists)!r})"
 
 
+def _fields_of(
+    previous: ProbabilityDistribution | None, width: int
+) -> tuple[ProbabilityDistribution, ...] | tuple[None, ...]:
+    """Return the previous estimate's fields; None for each if there is none of this kind."""
+    if not isinstance(previous, CompositeDistribution):
+        return (None,) * width
+    if len(previous.dists) != width:
+        raise ValueError(f"the previous estimate of a Composite of {width} fields has {len(previous.dists)}")
+    return previous.dists
+
+
 class CompositeSampler(Sampler):
     """Draws tuples."""
 
@@ -146,12 +172,14 @@ class CompositeAccumulator(StatisticAccumulator):
         self.accumulators = tuple(accumulators)
 
     def seq_update(self, enc: CompositeEncoding, weights: np.ndarray, estimate: ProbabilityDistribution | None) -> None:
-        dists = estimate.dists if isinstance(estimate, CompositeDistribution) else (None,) * len(self.accumulators)
-        for accumulator, field, dist in zip(self.accumulators, enc.fields, dists, strict=True):
+        fields = _fields(enc, len(self.accumulators))
+        dists = _fields_of(estimate, len(self.accumulators))
+        for accumulator, field, dist in zip(self.accumulators, fields, dists, strict=True):
             accumulator.seq_update(field, weights, dist)
 
     def seq_initialize(self, enc: CompositeEncoding, weights: np.ndarray, rng: RowDraws) -> None:
-        for j, (accumulator, field) in enumerate(zip(self.accumulators, enc.fields, strict=True)):
+        fields = _fields(enc, len(self.accumulators))
+        for j, (accumulator, field) in enumerate(zip(self.accumulators, fields, strict=True)):
             accumulator.seq_initialize(field, weights, rng.stream(j))
 
     def combine(self, suff_stat: tuple[Any, ...]) -> Self:
@@ -206,6 +234,6 @@ class CompositeEstimator(ParameterEstimator):
     def estimate(
         self, nobs: float | None, suff_stat: tuple[Any, ...], previous: ProbabilityDistribution | None = None
     ) -> CompositeDistribution:
-        before = previous.dists if isinstance(previous, CompositeDistribution) else (None,) * len(self.estimators)
+        before = _fields_of(previous, len(self.estimators))
         parts = zip(self.estimators, suff_stat, before, strict=True)
         return CompositeDistribution([m_step(e, nobs, value, prev) for e, value, prev in parts], name=self.name)

@@ -88,6 +88,10 @@ class ProbabilityDistribution(ABC):
     def dist_to_encoder(self) -> DataEncoder:
         """Return the encoder whose output :meth:`seq_log_density` reads."""
 
+    def __eq__(self, other: object) -> bool:
+        """Two distributions of one type are equal if they serialize alike, names and repairs included."""
+        return type(self) is type(other) and self.to_dict() == other.to_dict()
+
     def parameters_to_dict(self) -> dict[str, Any]:
         """Return what :meth:`parameters_from_dict` needs, in JSON types."""
         raise TypeError(f"{type(self).__name__} does not define parameters_to_dict, so it cannot be serialized")
@@ -139,9 +143,14 @@ class Sampler(ABC):
 
 
 class ParameterEstimator(ABC):
-    """What is fitted: turns a sufficient statistic into a distribution."""
+    """What is fitted: turns a sufficient statistic into a distribution.
+
+    Attributes:
+        trains_in_place: whether successive models are one object in different states, as those of a torch module are.
+    """
 
     name: str | None = None
+    trains_in_place: ClassVar[bool] = False
 
     @abstractmethod
     def accumulator_factory(self) -> AccumulatorFactory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -18,6 +18,8 @@ __all__ = [
     "impossible_rows",
     "join_all",
     "reframe_encoding",
+    "require_encoding",
+    "require_parts",
     "row_count",
     "take_rows",
 ]
@@ -55,20 +57,28 @@ class LeafEncoding(Encoding):
         frame: what the columns are relative to, or None.
         impossible: ``(n,)`` bool, rows outside the family's support, or None; the columns hold a stand-in there.
         example: the first impossible value, for messages.
+        family: the class of the family that it was encoded for; None if unknown.
     """
 
     def __init__(
-        self, columns: Sums, frame: Frame | None = None, impossible: np.ndarray | None = None, example: str = ""
+        self,
+        columns: Sums,
+        frame: Frame | None = None,
+        impossible: np.ndarray | None = None,
+        example: str = "",
+        family: type[Any] | None = None,
     ) -> None:
         self.columns, self.frame = columns, frame
         self.impossible, self.example = impossible, example
+        self.family = family
 
     def __len__(self) -> int:
         return int(self.columns[0].shape[-1])
 
     def rows(self, start: int, stop: int) -> LeafEncoding:
         impossible = None if self.impossible is None else self.impossible[start:stop]
-        return LeafEncoding(tuple(c[..., start:stop] for c in self.columns), self.frame, impossible, self.example)
+        columns = tuple(c[..., start:stop] for c in self.columns)
+        return LeafEncoding(columns, self.frame, impossible, self.example, self.family)
 
     def map_leaves(self, change: Callable[[LeafEncoding], LeafEncoding]) -> LeafEncoding:
         return change(self)
@@ -81,7 +91,7 @@ class LeafEncoding(Encoding):
             columns = frame.adopt_columns(self.columns)
         else:
             columns = self.frame.recode(self.columns, frame)
-        return LeafEncoding(columns, frame, self.impossible, self.example)
+        return LeafEncoding(columns, frame, self.impossible, self.example, self.family)
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +99,39 @@ class LeafEncoding(Encoding):
 
     def impossible_rows(self) -> np.ndarray | None:
         return self.impossible
+
+
+def require_encoding(enc: Any, kind: type[Encoding], reader: str, *, family: type[Any] | None = None) -> None:
+    """Check that an encoding was made for the model that reads it.
+
+    Args:
+        kind: the class that the encoding must have.
+        reader: the model's name, to report.
+        family: the family that a leaf's encoding must be of.
+
+    Raises:
+        TypeError: it was encoded for another model; names both.
+    """
+    if isinstance(enc, kind) and (family is None or getattr(enc, "family", None) in (None, family)):
+        return
+    raise TypeError(f"encoded for {_encoded_for(enc)}, read by {reader}: encode with model.dist_to_encoder()")
+
+
+def require_parts(held: Sequence[Any], count: int, reader: str) -> None:
+    """Check that an encoding has as many parts as the model that reads it.
+
+    Raises:
+        ValueError: their numbers differ.
+    """
+    if len(held) != count:
+        raise ValueError(
+            f"encoded in {len(held)} parts, read by a {reader} of {count}: encode with model.dist_to_encoder()"
+        )
+
+
+def _encoded_for(enc: Any) -> str:
+    family = getattr(enc, "family", None)
+    return type(enc).__name__.removesuffix("Encoding") if family is None else str(family.name)
 
 
 def row_count(enc: Any) -> int:

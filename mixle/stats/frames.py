@@ -257,7 +257,9 @@ class Centre(Frame):
 
     def share_of(self, whole: tuple[np.ndarray, np.ndarray]) -> Centre:
         """Return this frame for sums that are a share of data with the given mean and variance."""
-        return Centre(self.point, self.count, self.mean, self.m2, support=self.support, whole=whole)
+        share = Centre(self.point, self.count, self.mean, self.m2, support=self.support, whole=whole)
+        share.digest = self.digest
+        return share
 
     @property
     def variance(self) -> np.ndarray:

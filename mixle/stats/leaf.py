@@ -21,7 +21,7 @@ from mixle.stats.contract import (
     Sampler,
     StatisticAccumulator,
 )
-from mixle.stats.encoding import LeafEncoding
+from mixle.stats.encoding import LeafEncoding, require_encoding
 from mixle.stats.frames import Frame, Sums
 from mixle.stats.linear import LinearKernel
 from mixle.stats.policy import MIN_MASS, Repair
@@ -61,6 +61,13 @@ class LeafFamily(ABC, Generic[P]):
     @abstractmethod
     def encode(self, values: Any) -> LeafEncoding:
         """Validate ``values`` and return their columns, with the frame of these values alone."""
+
+    def require_fit(self, params: P | None, enc: LeafEncoding) -> None:
+        """Check that columns of this family have the shape that the family, or its parameters, can read.
+
+        Raises:
+            ValueError: they have another number of axes.
+        """
 
     @abstractmethod
     def log_density(self, params: P, enc: LeafEncoding) -> np.ndarray:
@@ -128,7 +135,18 @@ class LeafDistribution(ProbabilityDistribution, Generic[P]):
     def repairs(self) -> tuple[Repair, ...]:
         return self._repairs
 
+    def require_encoding(self, enc: Any) -> None:
+        """Check that an encoding was made for this distribution.
+
+        Raises:
+            TypeError: it is another family's.
+            ValueError: it has another number of axes.
+        """
+        require_encoding(enc, LeafEncoding, self.family.name, family=type(self.family))
+        self.family.require_fit(self.params, enc)
+
     def seq_log_density(self, enc: LeafEncoding) -> np.ndarray:
+        self.require_encoding(enc)
         if not len(enc):
             return np.zeros(0)
         log_density = self.family.log_density(self.params, enc)
@@ -158,11 +176,6 @@ class LeafDistribution(ProbabilityDistribution, Generic[P]):
         self._repairs = tuple(Repair(*map(str, r)) for r in payload.get("repairs", ()))
         return self
 
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.to_dict() == other.to_dict()
-
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         shown = {k: v for k, v in self.parameters_to_dict().items() if k != "repairs"}
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
@@ -186,7 +199,7 @@ class LeafDataEncoder(DataEncoder):
         self.family = family
 
     def seq_encode(self, xs: Sequence[Any]) -> LeafEncoding:
-        return self.family.encode(xs)
+        return self._encode(xs)
 
     def encode_stream(self, tokens: np.ndarray, previous: int | None) -> LeafEncoding:
         """Return the encoding of a segment of one long stream of tokens: each is an observation of its own.
@@ -195,7 +208,12 @@ class LeafDataEncoder(DataEncoder):
             tokens: ``(n,)`` int64.
             previous: the token before the segment, None at the start of the stream.
         """
-        return self.family.encode(tokens)
+        return self._encode(tokens)
+
+    def _encode(self, values: Any) -> LeafEncoding:
+        enc = self.family.encode(values)
+        enc.family = type(self.family)
+        return enc
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LeafDataEncoder) and self._key() == other._key()
@@ -218,9 +236,13 @@ class LeafAccumulator(StatisticAccumulator):
         self._framed: tuple[Any, Any, Frame | None] | None = None
 
     def seq_update(self, enc: LeafEncoding, weights: np.ndarray, estimate: ProbabilityDistribution | None) -> None:
+        require_encoding(enc, LeafEncoding, self.family.name, family=type(self.family))
+        params = family_params(self.family, estimate)
+        self.family.require_fit(None, enc)
+        if params is not None:
+            self.family.require_fit(params, enc)
         if enc.impossible is not None:
             self._refuse_impossible(enc, weights)
-        params = family_params(self.family, estimate)
         frame = self._statistic_frame(enc.frame, params)
         sums = self.family.statistics(enc, weights, frame)
         held = self._statistic

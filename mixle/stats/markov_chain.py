@@ -23,12 +23,13 @@ from mixle.stats.contract import (
     require_distributions,
     require_estimators,
 )
+from mixle.stats.encoding import require_encoding, require_parts
 from mixle.stats.frames import Vocabulary
 from mixle.stats.null import NullDataEncoder, NullDistribution, NullEstimator
 from mixle.stats.policy import Repair, within
 from mixle.stats.row_draws import RowDraws
 from mixle.stats.statistics import LeafStatistic, add_leaf_statistics
-from mixle.stats.transitions import chain_statistic, encode_chains, encode_segment
+from mixle.stats.transitions import ChainEncoding, chain_statistic, encode_chains, encode_segment
 from mixle.utils.exact import require_finite_float, require_nonnegative_int
 
 __all__ = [
@@ -76,6 +77,14 @@ class MarkovChainDataEncoder(DataEncoder):
 
     def __hash__(self) -> int:
         return hash((MarkovChainDataEncoder, self.len_encoder))
+
+
+def _chains_and_lengths(enc: Any) -> tuple[ChainEncoding, Any]:
+    require_encoding(enc, CompositeEncoding, "MarkovChain")
+    require_parts(enc.fields, 2, "MarkovChain")
+    chains, lengths = enc.fields
+    require_encoding(chains, ChainEncoding, "MarkovChain")
+    return chains, lengths
 
 
 class MarkovChainDistribution(ProbabilityDistribution):
@@ -141,7 +150,7 @@ class MarkovChainDistribution(ProbabilityDistribution):
         return (*self._own_repairs, *within("len_dist", self.len_dist.repairs))
 
     def seq_log_density(self, enc: CompositeEncoding) -> np.ndarray:
-        chains, lengths = enc.fields
+        chains, lengths = _chains_and_lengths(enc)
         return np.asarray(self.params.log_density(chains) + self.len_dist.seq_log_density(lengths))
 
     def sampler(self, seed: int | np.random.Generator | None = None) -> MarkovChainSampler:
@@ -245,13 +254,13 @@ class MarkovChainAccumulator(StatisticAccumulator):
         self.chain = LeafStatistic(None, ())
 
     def seq_update(self, enc: CompositeEncoding, weights: np.ndarray, estimate: ProbabilityDistribution | None) -> None:
-        chains, lengths = enc.fields
+        chains, lengths = _chains_and_lengths(enc)
         self.chain = add_leaf_statistics(self.chain, chain_statistic(chains, weights))
         len_dist = estimate.len_dist if isinstance(estimate, MarkovChainDistribution) else None
         self.len_accumulator.seq_update(lengths, weights, len_dist)
 
     def seq_initialize(self, enc: CompositeEncoding, weights: np.ndarray, rng: RowDraws) -> None:
-        chains, lengths = enc.fields
+        chains, lengths = _chains_and_lengths(enc)
         self.chain = add_leaf_statistics(self.chain, chain_statistic(chains, weights))
         self.len_accumulator.seq_initialize(lengths, weights, rng)
 

@@ -24,8 +24,16 @@ from mixle.stats.contract import (
     require_distributions,
     require_estimators,
 )
-from mixle.stats.encoding import Encoding, LeafEncoding, impossible_rows, row_count, take_rows
-from mixle.stats.leaf import resolve_prior
+from mixle.stats.encoding import (
+    Encoding,
+    LeafEncoding,
+    impossible_rows,
+    require_encoding,
+    require_parts,
+    row_count,
+    take_rows,
+)
+from mixle.stats.leaf import LeafDistribution, resolve_prior
 from mixle.stats.mixture_statistic import MixtureStatistic, tell_whole
 from mixle.stats.policy import MIN_MASS, Repair, within
 from mixle.stats.row_draws import RowDraws
@@ -43,8 +51,10 @@ __all__ = [
 # Blocks that stay in a common last-level cache, and are long enough that calls cost little beside arithmetic.
 _BLOCK_BYTES = 1 << 21
 
-# At initialization every component sees a little of every row, so that none starts without observations.
-_SHARED_SHARE = 1e-3
+# At initialization each component sees every row, with weights of its own from a Pareto distribution. With a tail this
+# heavy a few rows have most of the weight, however many there are: components start well apart. With shares of equal
+# weight they would start at nearly the same point, from where EM takes steps too small to see.
+_EMPHASIS = 1.5
 
 
 class MixtureEncoding(Encoding):
@@ -85,6 +95,15 @@ class MixtureDataEncoder(DataEncoder):
 
     def seq_encode(self, xs: Sequence[Any]) -> MixtureEncoding:
         return MixtureEncoding(tuple(e.seq_encode(xs) for e in self.encoders))
+
+    def require_encoding(self, enc: Any) -> None:
+        """Check that an encoding has the parts that this encoder makes.
+
+        Raises:
+            TypeError, ValueError: it is no mixture's, or has another number of parts.
+        """
+        require_encoding(enc, MixtureEncoding, "Mixture")
+        require_parts(enc.parts, len(self.encoders), "Mixture")
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -137,11 +156,17 @@ class MixtureDistribution(ProbabilityDistribution):
 
         It is NaN where no component can produce the observation.
         """
-        scored = self._stack(enc).likelihoods(self._encodings(enc))
-        return scored.joint / np.where(scored.total > 0, scored.total, np.nan)
+        with np.errstate(invalid="ignore"):
+            return np.asarray(np.exp(self.seq_component_log_density(enc) - self.seq_log_density(enc)))
 
     def _stack(self, enc: MixtureEncoding) -> ComponentStack:
-        return stack_components(self.components, self.log_w, self._encodings(enc))
+        self._encoder.require_encoding(enc)
+        encs = self._encodings(enc)
+        for component, part in zip(self.components, encs, strict=True):
+            # A stack may read leaves by other ways than their own.
+            if isinstance(component, LeafDistribution):
+                component.require_encoding(part)
+        return stack_components(self.components, self.log_w, encs)
 
     def _encodings(self, enc: MixtureEncoding) -> list[Any]:
         return [enc.parts[part] for part in self._encoder.part_of]
@@ -216,6 +241,8 @@ class MixtureAccumulator(StatisticAccumulator):
                 f"updating a mixture of {len(self.accumulators)} components needs a previous estimate of that kind, "
                 f"got {estimate!r:.60}; start with seq_initialize or optimize"
             )
+        if estimate._encoder != self._encoder:
+            raise TypeError("the components of the previous estimate are of other families than the estimators are")
         stack = estimate._stack(enc)
         for start, stop in row_blocks(len(enc), stack.row_bytes):
             joint, total, _, block = stack.likelihoods(estimate._encodings(enc.rows(start, stop)))
@@ -231,22 +258,15 @@ class MixtureAccumulator(StatisticAccumulator):
         stack.finish(self.accumulators)
 
     def seq_initialize(self, enc: MixtureEncoding, weights: np.ndarray, rng: RowDraws) -> None:
-        # A row goes mostly to one of the components that can produce it, drawn evenly; the others get a little.
         parts = [enc.parts[part] for part in self._encoder.part_of]
         masks = [impossible_rows(part) for part in parts]
-        able = [np.ones(len(enc)) if mask is None else (~mask).astype(np.float64) for mask in masks]
-        choices = np.sum(able, axis=0)
-        self.impossible += float(weights[choices == 0].sum())
-        choices[choices == 0] = 1.0
-        chosen = np.floor(rng.uniform(1)[0] * choices)
-        passed = np.zeros(len(enc))
-        counts = []
+        able = np.array([np.ones(len(enc)) if mask is None else (~mask).astype(np.float64) for mask in masks])
+        able_count = able.sum(axis=0)
+        self.impossible += float(weights[able_count == 0].sum())
+        self.counts = self.counts + (able * (weights / np.maximum(able_count, 1.0))).sum(axis=1)
+        emphasis = 1.0 + (1.0 - rng.uniform(len(parts))) ** -_EMPHASIS
         for j, (accumulator, part) in enumerate(zip(self.accumulators, parts, strict=True)):
-            share = weights * able[j] * ((chosen == passed) * (1.0 - _SHARED_SHARE) + _SHARED_SHARE / choices)
-            passed += able[j]
-            counts.append(share.sum())
-            accumulator.seq_initialize(part, share, rng.stream(j))
-        self.counts = self.counts + counts
+            accumulator.seq_initialize(part, weights * able[j] * emphasis[j], rng.stream(j))
 
     def combine(self, suff_stat: MixtureStatistic) -> Self:
         counts, components, impossible = suff_stat

@@ -23,7 +23,7 @@ from mixle.stats.leaf import (
     LeafFamily,
     LeafSampler,
 )
-from mixle.stats.numeric_columns import finite_vector, supported, vector_columns
+from mixle.stats.numeric_columns import finite_vector, require_axes, supported, vector_columns
 from mixle.stats.policy import MAX_MAGNITUDE, data_scale, floor_covariance, optional_floor
 from mixle.stats.statistics import LeafStatistic
 from mixle.utils.exact import require_positive_int
@@ -62,6 +62,9 @@ class MultivariateGaussianFamily(LeafFamily[MultivariateGaussianParams]):
     def encode(self, values: Sequence[Any]) -> LeafEncoding:
         x = vector_columns(values, self.name, self.dim)
         return supported(x, (np.abs(x) <= MAX_MAGNITUDE).all(axis=0), 0.0, Centre.of)
+
+    def require_fit(self, params: MultivariateGaussianParams | None, enc: LeafEncoding) -> None:
+        require_axes(enc, self.dim if params is None else len(params.mu), self.name)
 
     def log_density(self, params: MultivariateGaussianParams, enc: LeafEncoding) -> np.ndarray:
         white = params.whitener @ (enc.columns[0] - params.mu[:, None])

@@ -102,7 +102,9 @@ class NullSampler(Sampler):
         Raises:
             ValueError: always; the part must be modelled to be sampled.
         """
-        raise ValueError("a NullDistribution cannot be sampled; give this part (such as len_dist) a distribution")
+        raise ValueError(
+            "a NullDistribution cannot be sampled; model this part (len_dist, or an estimator's len_estimator)"
+        )
 
 
 class NullAccumulator(StatisticAccumulator):

@@ -11,7 +11,15 @@ import numpy as np
 from mixle.stats.encoding import LeafEncoding
 from mixle.stats.frames import Frame
 
-__all__ = ["concatenated", "finite_vector", "integer_column", "number_column", "supported", "vector_columns"]
+__all__ = [
+    "concatenated",
+    "finite_vector",
+    "integer_column",
+    "number_column",
+    "require_axes",
+    "supported",
+    "vector_columns",
+]
 
 
 def finite_vector(value: Any, name: str, size: int | None = None) -> np.ndarray:
@@ -141,6 +149,20 @@ def vector_columns(values: Any, family: str, dim: int | None) -> np.ndarray:
             f"{family} takes vectors of real numbers, got NaN at index {i} ({values[i].tolist()!r:.60}); drop the row"
         )
     return columns
+
+
+def require_axes(enc: LeafEncoding, dim: int | None, family: str) -> None:
+    """Check that encoded vectors have ``dim`` axes; any number will do if it is None, or if there are no vectors.
+
+    Raises:
+        ValueError: they have another number of axes.
+    """
+    axes = len(enc.columns[0])
+    if dim is not None and axes != dim and len(enc):
+        raise ValueError(
+            f"the vectors were encoded with {axes} axes, but are read by a {family} of {dim}: "
+            "encode, fit and score with one number of axes"
+        )
 
 
 def _is_real(value: Any) -> bool:

@@ -19,7 +19,7 @@ from mixle.stats.contract import (
     require_distributions,
     require_estimators,
 )
-from mixle.stats.encoding import Encoding, LeafEncoding, impossible_rows, take_rows
+from mixle.stats.encoding import Encoding, LeafEncoding, impossible_rows, require_encoding, take_rows
 from mixle.stats.policy import Repair, within
 from mixle.stats.row_draws import RowDraws
 from mixle.stats.simplex import weights_from_counts
@@ -154,6 +154,7 @@ class OptionalDistribution(ProbabilityDistribution):
         return within("dist", self.dist.repairs)
 
     def seq_log_density(self, enc: OptionalEncoding) -> np.ndarray:
+        require_encoding(enc, OptionalEncoding, "Optional")
         with np.errstate(divide="ignore"):
             absent, there = (0.0, 0.0) if self.p is None else (np.log(self.p), np.log1p(-self.p))
         out = np.full(len(enc), absent)
@@ -232,9 +233,11 @@ class OptionalAccumulator(StatisticAccumulator):
         self.accumulator.seq_update(enc.values, kept, dist)
 
     def seq_initialize(self, enc: OptionalEncoding, weights: np.ndarray, rng: RowDraws) -> None:
-        self.accumulator.seq_initialize(enc.values, self._count(enc, weights), rng.select(enc.present))
+        kept = self._count(enc, weights)
+        self.accumulator.seq_initialize(enc.values, kept, rng.select(enc.present))
 
     def _count(self, enc: OptionalEncoding, weights: np.ndarray) -> np.ndarray:
+        require_encoding(enc, OptionalEncoding, "Optional")
         kept = weights[enc.present]
         self.counts += weights[~enc.present].sum(), kept.sum()
         return kept

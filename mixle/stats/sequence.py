@@ -8,7 +8,7 @@ what an object can do, never what it is. The steps that handles share, :func:`ac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +25,7 @@ __all__ = [
     "accumulate",
     "accumulate_initialization",
     "finish",
-    "first_nonempty_share",
+    "initialization_weights",
     "resolve_encoder",
     "seq_encode",
     "seq_estimate",
@@ -35,6 +35,8 @@ __all__ = [
 ]
 
 EncodedChunks = list[tuple[int, Any]]
+
+_UNDRAWN = 1e-3
 
 
 def resolve_encoder(
@@ -100,22 +102,31 @@ def accumulate(
     return float(sum(count for count, _ in chunks)), accumulator
 
 
+def initialization_weights(draws: RowDraws, p: float) -> np.ndarray:
+    """Return the weights of rows in a first model: one for a random share ``p`` of them, a thousandth for the others.
+
+    A category that only rows without weight hold would have probability zero, which EM never takes back.
+    """
+    return np.where(draws.uniform(1)[0] < p, 1.0, _UNDRAWN)
+
+
 def accumulate_initialization(
     chunks: EncodedChunks, estimator: ParameterEstimator, seed: int, p: float, first_row: int = 0
 ) -> tuple[float, StatisticAccumulator]:
-    """Gather the statistic of a random share ``p`` of the rows; each global row is drawn by its own number.
+    """Gather the statistic of a first model; return the total weight and the accumulator.
 
-    ``first_row`` is the global index of the first row of ``chunks``.
+    The rows have :func:`initialization_weights`; each global row is drawn by its own number. ``first_row`` is the global
+    index of the first row of ``chunks``.
     """
     accumulator = estimator.accumulator_factory().make()
-    taken = 0.0
+    nobs = 0.0
     for count, enc in chunks:
         draws = RowDraws.for_rows(seed, first_row, count)
-        weights = (draws.uniform(1)[0] < p).astype(np.float64)
+        weights = initialization_weights(draws, p)
         accumulator.seq_initialize(enc, weights, draws.stream(0))
-        taken += float(weights.sum())
+        nobs += float(weights.sum())
         first_row += count
-    return taken, accumulator
+    return nobs, accumulator
 
 
 def finish(
@@ -137,20 +148,6 @@ def finish(
     return m_step(estimator, nobs, accumulator.value(), previous)
 
 
-def first_nonempty_share(
-    gather: Callable[[float], tuple[float, StatisticAccumulator]], p: float
-) -> tuple[float, StatisticAccumulator]:
-    """Return what ``gather`` gives for the first share of ``p``, ``2 p``, ``4 p``, ..., 1 that draws any row.
-
-    ``gather`` returns the number of rows drawn at a share, over all shards, and an accumulator.
-    """
-    taken, accumulator = gather(p)
-    while not taken > 0 and p < 1.0:
-        p = min(1.0, 2 * p)
-        taken, accumulator = gather(p)
-    return taken, accumulator
-
-
 def _verb(enc_data: Any, method: str) -> Any:
     """Return a handle's method for a verb, or None for the list that seq_encode returns."""
     if hasattr(enc_data, method):
@@ -169,16 +166,13 @@ def seq_initialize(enc_data: Any, estimator: ParameterEstimator, rng: Any, p: fl
     Args:
         enc_data: encoded data, or a handle.
         rng: an int seed, a NumPy ``Generator`` or a ``RandomState`` (one draw is taken).
-        p: the probability with which each observation is used, ``0 < p <= 1``. Were no observation drawn, the share is
-            doubled until one is.
+        p: the probability with which each observation counts in full, ``0 < p <= 1``; the others count a little.
     """
     share = validate_initialization_probability(p)
     handle = _verb(enc_data, "pysp_seq_initialize")
     if handle is not None:
         return handle(estimator, rng, share)
-    seed = draw_seed(rng)
-    drawn = first_nonempty_share(lambda p: accumulate_initialization(enc_data, estimator, seed, p), share)
-    return finish(estimator, *drawn, None)
+    return finish(estimator, *accumulate_initialization(enc_data, estimator, draw_seed(rng), share), None)
 
 
 def seq_estimate(enc_data: Any, estimator: ParameterEstimator, prev_estimate: Any = None) -> Any:

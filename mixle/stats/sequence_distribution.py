@@ -18,7 +18,7 @@ from mixle.stats.contract import (
     require_distributions,
     require_estimators,
 )
-from mixle.stats.encoding import Encoding, LeafEncoding, impossible_rows, take_rows
+from mixle.stats.encoding import Encoding, LeafEncoding, impossible_rows, require_encoding, take_rows
 from mixle.stats.null import NullDistribution, NullEstimator
 from mixle.stats.numeric_columns import concatenated
 from mixle.stats.policy import Repair, within
@@ -142,6 +142,7 @@ class SequenceDistribution(ProbabilityDistribution):
         return (*within("dist", self.dist.repairs), *within("len_dist", self.len_dist.repairs))
 
     def seq_log_density(self, enc: SequenceEncoding) -> np.ndarray:
+        require_encoding(enc, SequenceEncoding, "Sequence")
         owners = np.repeat(np.arange(len(enc)), enc.counts)
         total = np.bincount(owners, weights=self.dist.seq_log_density(enc.elements), minlength=len(enc))
         return np.asarray(total + self.len_dist.seq_log_density(enc.lengths))
@@ -209,6 +210,7 @@ class SequenceAccumulator(StatisticAccumulator):
         self.len_accumulator.seq_initialize(enc.lengths, weights, rng.stream(1))
 
     def _spread(self, enc: SequenceEncoding, weights: np.ndarray) -> np.ndarray:
+        require_encoding(enc, SequenceEncoding, "Sequence")
         each = np.repeat(weights, enc.counts)
         self.weight += float(each.sum())
         return each

@@ -86,10 +86,12 @@ class ChainEncoding(LeafEncoding):
         frame: the states and transitions.
     """
 
+    name = "MarkovChain"
+
     def __init__(
         self, first: np.ndarray, bounds: np.ndarray, places: np.ndarray, counts: np.ndarray, frame: TransitionFrame
     ) -> None:
-        super().__init__((first,), frame)
+        super().__init__((first,), frame, family=ChainEncoding)
         self.first, self.bounds, self.places, self.counts = first, bounds, places, counts
 
     @property
