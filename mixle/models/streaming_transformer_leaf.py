@@ -290,6 +290,8 @@ class StreamingTransformerLeafEstimator(ParameterEstimator):
         TypeError, ValueError: an argument that is not what it says above.
     """
 
+    trains_in_place = True
+
     def __init__(
         self,
         module: nn.Module,
