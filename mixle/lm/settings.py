@@ -33,7 +33,7 @@ class Settings:
     """
 
     files: tuple[str, ...] = ()
-    max_bytes: int = 1_700_000
+    max_bytes: int = 1_400_000
     heldout: float = 0.1
     epochs: int = 1
     d_model: int = 64
