@@ -258,6 +258,7 @@ class MixtureAccumulator(StatisticAccumulator):
         stack.finish(self.accumulators)
 
     def seq_initialize(self, enc: MixtureEncoding, weights: np.ndarray, rng: RowDraws) -> None:
+        self._encoder.require_encoding(enc)
         parts = [enc.parts[part] for part in self._encoder.part_of]
         masks = [impossible_rows(part) for part in parts]
         able = np.array([np.ones(len(enc)) if mask is None else (~mask).astype(np.float64) for mask in masks])
