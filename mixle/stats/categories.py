@@ -3,7 +3,10 @@
 A category is None, a bool, an int, a float, a str, bytes, or a tuple of categories: what JSON and other machines carry
 exactly. Categories that Python calls equal are one, as in a dict: ``1``, ``1.0`` and ``True`` are the same category,
 ``1`` and ``"1"`` are not. Where several spellings of one category are seen, an int stands for it before a bool, and a
-bool before a float, so that the result does not depend on the order of the data.
+bool before a float, so that the result does not depend on the order of the data; ``0.0`` stands for ``-0.0``.
+
+A value of a class derived from one of these types, such as a member of an ``IntEnum`` or a named tuple, is the category
+that it holds, whatever ``str`` prints for it.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ _PLAIN = frozenset({type(None), bool, int, str, bytes})
 
 
 def plain_category(value: Any) -> Category:
-    """Return ``value`` as a category of plain Python types; NumPy scalars become the numbers that they hold.
+    """Return ``value`` as a category of plain Python types; NumPy scalars and derived classes as what they hold.
 
     Raises:
         TypeError: its type is not one that a category may have.
@@ -36,11 +39,21 @@ def plain_category(value: Any) -> Category:
     if kind is float:
         if value != value:
             raise ValueError("NaN cannot be a category: it is not equal to itself; use None for a missing value")
-        return value
+        # Adding it makes a positive zero of a negative one.
+        return value + 0.0
     if kind is tuple:
         return tuple(plain_category(v) for v in value)
+    # The classes' own methods may print or convert a value as something else than it holds.
     if isinstance(value, str):
-        return str(value)
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, bytes):
+        return bytes.__getitem__(value, slice(None))
+    if isinstance(value, float):
+        return plain_category(float.__float__(value))
+    if isinstance(value, tuple):
+        return plain_category(tuple.__getitem__(value, slice(None)))
     raise TypeError(
         "a category must be None, bool, int, float, str, bytes or a tuple of these, "
         f"got {kind.__name__} ({value!r:.60})"

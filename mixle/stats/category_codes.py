@@ -8,6 +8,7 @@ import numpy as np
 
 from mixle.stats.categories import plain_category
 from mixle.stats.frames import Vocabulary
+from mixle.stats.numeric_columns import refuse_masked
 
 __all__ = ["category_codes", "distinct_integers"]
 
@@ -24,6 +25,7 @@ def category_codes(values: Any, family: str) -> tuple[Vocabulary, np.ndarray]:
     Raises:
         TypeError, ValueError: a value is no category; names its index.
     """
+    refuse_masked(values, family)
     if isinstance(values, np.ndarray):
         if values.ndim == 1 and values.dtype.kind in "iu" and values.dtype != np.uint64:
             distinct, codes = distinct_integers(values.astype(np.int64))

@@ -16,6 +16,7 @@ __all__ = [
     "finite_vector",
     "integer_column",
     "number_column",
+    "refuse_masked",
     "require_axes",
     "supported",
     "vector_columns",
@@ -52,6 +53,7 @@ def number_column(values: Any, family: str, *, bools: bool = False) -> np.ndarra
         TypeError: a value is not a real number (None and a string are not); names its index.
         ValueError: a value is NaN; names its index.
     """
+    refuse_masked(values, family)
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in ("iufb" if bools else "iuf"):
         column = values.astype(np.float64)
     elif {type(value) for value in values} == {float}:
@@ -73,8 +75,23 @@ def number_column(values: Any, family: str, *, bools: bool = False) -> np.ndarra
     return column
 
 
+def refuse_masked(values: Any, family: str) -> None:
+    """Refuse a masked array: read as an array, it would give the values behind its mask.
+
+    Raises:
+        TypeError: ``values`` is one.
+    """
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError(
+            f"{family} does not read masks, got a masked array; give its tolist(), in which masked values are None, "
+            "and wrap the family in Optional for them; or drop them with compressed()"
+        )
+
+
 def concatenated(arrays: Any, kinds: str) -> np.ndarray | None:
     """Return arrays end to end if all are NumPy's, of one dtype whose kind is one of ``kinds``; else None."""
+    for x in arrays:
+        refuse_masked(x, "a sequence")
     types = {x.dtype if isinstance(x, np.ndarray) else None for x in arrays}
     dtype = types.pop() if len(types) == 1 else None
     if dtype is None or dtype.kind not in kinds:
@@ -95,6 +112,7 @@ def integer_column(values: Any, family: str) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         TypeError, ValueError: a value is not a real number; names its index.
     """
+    refuse_masked(values, family)
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
         column = values.astype(np.int64)
         return column, np.ones(len(column), dtype=bool) if values.dtype != np.uint64 else column >= 0
@@ -117,12 +135,14 @@ def vector_columns(values: Any, family: str, dim: int | None) -> np.ndarray:
     Raises:
         TypeError, ValueError: a value is not a vector of ``dim`` real numbers; names its index.
     """
+    refuse_masked(values, family)
     if not isinstance(values, np.ndarray):
         values = list(values)
         if not values:
             return np.zeros((dim or 0, 0))
         width = dim
         for i, value in enumerate(values):
+            refuse_masked(value, family)
             if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
                 raise TypeError(f"{family} takes vectors, got {type(value).__name__} ({value!r:.60}) at index {i}")
             width = len(value) if width is None else width
@@ -136,6 +156,8 @@ def vector_columns(values: Any, family: str, dim: int | None) -> np.ndarray:
             values = np.array(values, dtype=object if kinds & {bool, np.bool_} else None)
         except ValueError as error:
             raise ValueError(f"{family} takes vectors of real numbers: {error}") from error
+    if values.ndim == 2 and len(values) and not values.shape[1]:
+        raise ValueError(f"{family} takes vectors of at least one number, got an empty vector at index 0")
     if values.ndim != 2 or (dim is not None and values.shape[1] != dim):
         raise ValueError(f"{family} takes vectors of {dim or 'd'} numbers, got an array of shape {values.shape}")
     if values.dtype.kind not in "iuf":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from enum import Enum, IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -102,3 +104,47 @@ def test_nan_is_refused_by_index(value):
 def test_what_is_no_encoded_category_is_refused(plain):
     with pytest.raises(ValueError, match="not an encoded category"):
         category_from_json(plain)
+
+
+Colour = Enum("Colour", {"RED": "red"}, type=str)
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+class Code(bytes):
+    def __repr__(self):
+        return "a code"
+
+
+class Length(float):
+    def __repr__(self):
+        return "a length"
+
+
+class Pair(NamedTuple):
+    colour: str
+    level: int
+
+
+@pytest.mark.parametrize(
+    ("value", "held"),
+    [
+        (Colour.RED, "red"),
+        (Level.HIGH, 3),
+        (Code(b"x"), b"x"),
+        (Length(2.5), 2.5),
+        (Pair(Colour.RED, Level.HIGH), ("red", 3)),
+    ],
+)
+def test_a_value_of_a_derived_class_is_the_category_that_it_holds(value, held):
+    assert plain_category(value) == held and type(plain_category(value)) is type(held)
+    vocabulary, codes = category_codes([value, held], "x")
+    assert vocabulary.categories == (held,) and codes.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("zeros", [[-0.0, 0.0], [0.0, -0.0], [(-0.0,), (0.0,)], np.array([-0.0, 0.0])])
+def test_zero_is_one_category_without_a_sign(zeros):
+    vocabulary, codes = category_codes(zeros, "x")
+    assert repr(vocabulary.categories) in ("(0.0,)", "((0.0,),)") and codes.tolist() == [0, 0]

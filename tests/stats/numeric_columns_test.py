@@ -112,3 +112,9 @@ def test_arrays_of_one_integer_type_are_joined_and_others_left_alone():
     assert concatenated([np.array([1, big]), np.array([3])], "iu").tolist() == [1, big, 3]
     for arrays in ([np.array([big]), np.array([1], dtype=np.uint64)], [np.array([1]), [2]], [np.array([0.5])], []):
         assert concatenated(arrays, "iu") is None
+
+
+@pytest.mark.parametrize("values", [[[], []], np.zeros((2, 0))])
+def test_vectors_without_numbers_are_refused(values):
+    with pytest.raises(ValueError, match="vectors of at least one number, got an empty vector at index 0"):
+        vector_columns(values, "x", None)
