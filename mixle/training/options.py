@@ -36,7 +36,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Say what happens around the optimizer's steps.
+    """Say what happens around the optimizer's steps; the same on every rank, but for ``progress``.
 
     Args:
         gradient_accumulation: schedule steps per optimizer step; its gradient is the mean over their targets together.
@@ -45,7 +45,7 @@ class TrainingOptions:
         evaluation: score held-out data every so often.
         callbacks: called in order after each optimizer step, on every rank, with its
             :class:`~mixle.training.state.StepRecord`. With callbacks the loss is reduced at every step (two small
-            collectives), otherwise once per call.
+            collectives), otherwise once per call: every rank has some, or none has.
         progress: show a line on rank 0's stderr; None shows it if that is a terminal.
         nonfinite: an optimizer step with a loss or gradient that is NaN or infinite on any rank ends the fit with a
             ``FloatingPointError`` on every rank (``"raise"``), or leaves the parameters and is counted (``"skip"``).

@@ -50,6 +50,30 @@ def test_ranks_that_disagree_on_the_data_or_an_argument_are_refused_naming_both_
     assert everywhere(reports, "other arguments") == "ValueError: batch_size=5 on rank 1, but 4 on rank 0"
 
 
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("recomputation", "activation_checkpointing=True on rank 1, but False on rank 0"),
+        ("gradient_accumulation", "gradient_accumulation=2 on rank 1, but 1 on rank 0"),
+        ("max_grad_norm", "max_grad_norm=0.5 on rank 1, but None on rank 0"),
+        ("nonfinite", "nonfinite='skip' on rank 1, but 'raise' on rank 0"),
+        ("deadline_s", "deadline_s=20.0 on rank 1, but 30.0 on rank 0"),
+        ("callbacks", "callbacks=() on rank 1, but (...) on rank 0"),
+        ("evaluation", "evaluation=Evaluation(every=2) of 50 tokens on rank 1, but None on rank 0"),
+        (
+            "held-out data",
+            "evaluation=Evaluation(every=2) of 51 tokens on rank 1, but Evaluation(every=2) of 50 tokens on rank 0",
+        ),
+    ],
+)
+def test_ranks_that_disagree_on_how_to_train_are_refused_naming_both_values(reports, case, told):
+    assert everywhere(reports, f"other {case}") == f"ValueError: {told}"
+
+
+def test_callbacks_and_the_progress_line_are_each_ranks_own(reports):
+    assert everywhere(reports, "own callbacks and progress") == 5
+
+
 @pytest.mark.parametrize("case", ["bad id", "bad id, global"])
 def test_an_id_outside_the_vocabulary_on_one_rank_is_refused_on_every_rank_naming_value_place_and_vocabulary(
     reports, case

@@ -257,7 +257,7 @@ class StreamingTokenEncodedData(EncodedDataHandle):
         n = len(self._tokens)
         told = {**self._order, "block": self._spec.block, "targets": self._spec.targets, "stride": self._spec.stride}
         told |= {"shard_by_rank": self._split, "parallel": self._parallel, "precision": self._precision, **self._axes}
-        mine = json.dumps([n, {name: repr(value) for name, value in told.items()}])
+        mine = json.dumps([n, {name: repr(value) for name, value in told.items()} | self._options_told()])
         everyone = [json.loads(t) for t in self._peers.exchange("sharding", mine, deadline_s=COLLECTIVE_TIMEOUT_S)]
         lengths = [length for length, _ in everyone]
         for rank, (length, arguments) in enumerate(everyone):
@@ -270,6 +270,16 @@ class StreamingTokenEncodedData(EncodedDataHandle):
                     "same array, or shard_by_rank=False"
                 )
         return lengths
+
+    def _options_told(self) -> dict[str, str]:
+        """Return what decides how a rank trains and which collective calls it makes, by name, to be compared."""
+        options, evaluation = self._options, self._options.evaluation
+        told: dict[str, object] = {"activation_checkpointing": self._recompute}
+        for name in ("gradient_accumulation", "max_grad_norm", "nonfinite", "deadline_s"):
+            told[name] = getattr(options, name)
+        heldout = "None" if evaluation is None else f"{evaluation!r} of {len(evaluation.data)} tokens"  # type: ignore[arg-type]
+        callbacks = "(...)" if options.callbacks else "()"  # how many there are is each rank's own affair
+        return {name: repr(value) for name, value in told.items()} | {"evaluation": heldout, "callbacks": callbacks}
 
     def _make_schedule(self, lengths: list[int]) -> Schedule:
         replicas = self.world if self._plan is None else self._plan.replicas

@@ -89,6 +89,22 @@ with handle_on(np.arange(32) % VOCAB, block=16, targets="last", boundary="overla
 results["none"] = error_of(handle_on, parallel="none")
 results["other lengths"] = error_of(handle_on, tokens[: 300 - rank])
 results["other arguments"] = error_of(handle_on, batch_size=4 + rank)
+results["other recomputation"] = error_of(handle_on, activation_checkpointing=rank == 1)
+other_options: dict[str, tuple[object, object]] = {
+    "gradient_accumulation": (1, 2),
+    "max_grad_norm": (None, 0.5),
+    "nonfinite": ("raise", "skip"),
+    "deadline_s": (30.0, 20.0),
+    "callbacks": ([print], []),
+    "evaluation": (None, Evaluation(tokens[:50], every=2)),
+}
+for name, values in other_options.items():
+    results[f"other {name}"] = error_of(handle_on, training=TrainingOptions(**{name: values[rank]}))
+heldout = Evaluation(tokens[: 50 + rank], every=2)
+results["other held-out data"] = error_of(handle_on, training=TrainingOptions(evaluation=heldout))
+own_options = TrainingOptions(callbacks=[str, repr][: 1 + rank], progress=rank == 1)
+with handle_on(training=own_options) as handle:
+    results["own callbacks and progress"] = len(seq_estimate(handle, estimator(model())).history)
 
 spoilt = tokens.copy()
 spoilt[-20] = 99
