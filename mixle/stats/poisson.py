@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -33,6 +34,15 @@ __all__ = [
 ]
 
 
+# Up to this mean, what the terms of the plain formula lose in each other is below 1e-12.
+_PLAIN_MEAN = 256.0
+
+# log(n!) - (n log n - n) for n below 16; above, Stirling's series is exact to the last bit.
+_SMALL_STIRLING = np.array(
+    [0.0, *(math.log(math.factorial(n)) - n * math.log(n) + n for n in range(1, 16))], dtype=np.float64
+)
+
+
 class PoissonParams(NamedTuple):
     lam: float
 
@@ -53,7 +63,10 @@ class PoissonFamily(LeafFamily[PoissonParams]):
         x, log_factorial = enc.columns
         if params.lam == 0:
             return np.where(x == 0, 0.0, -np.inf)
-        return x * np.log(params.lam) - params.lam - log_factorial
+        if params.lam <= _PLAIN_MEAN:
+            return x * np.log(params.lam) - params.lam - log_factorial
+        # Loader, "Fast and accurate computation of binomial probabilities", 2000: the saddle-point form.
+        return -_deviance(x, params.lam) - _stirling(x)
 
     def statistics(self, enc: LeafEncoding, weights: np.ndarray, frame: Frame | None) -> Sums:
         return np.asarray(weights.sum()), np.asarray(enc.columns[0] @ weights)
@@ -70,6 +83,28 @@ class PoissonFamily(LeafFamily[PoissonParams]):
 
     def expected(self, params: PoissonParams) -> LeafStatistic:
         return LeafStatistic(None, (np.asarray(1.0), np.asarray(params.lam)))
+
+
+def _deviance(x: np.ndarray, lam: float) -> np.ndarray:
+    """Return ``x log(x / lam) + lam - x`` without cancellation where ``x`` is near ``lam``, ``(n,)``."""
+    gap = x - lam
+    v = gap / (x + lam)
+    near = np.abs(v) < 0.1
+    far = x * np.log(np.maximum(x, 1.0) / lam) - gap
+    square = np.square(np.where(near, v, 0.0))
+    series = np.zeros_like(x)
+    for term in range(9, 0, -1):
+        series = (series + 1.0 / (2 * term + 1)) * square
+    return np.where(near, gap * v + 2.0 * x * v * series, far)
+
+
+def _stirling(x: np.ndarray) -> np.ndarray:
+    """Return ``log(x!) - (x log x - x)`` for counts, ``(n,)``."""
+    n = np.maximum(x, 16.0)
+    square = np.square(1.0 / n)
+    series = (1 / 12 - (1 / 360 - (1 / 1260 - (1 / 1680 - square / 1188) * square) * square) * square) / n
+    small = _SMALL_STIRLING[np.minimum(x, 15.0).astype(np.int64)]
+    return np.where(x < 16, small, 0.5 * np.log(2 * math.pi * n) + series)
 
 
 class PoissonDataEncoder(LeafDataEncoder):
