@@ -22,7 +22,7 @@ class Iteration:
     seconds: float
 
 
-@dataclass
+@dataclass(repr=False)
 class FitHistory:
     """The course of one optimization.
 
@@ -37,6 +37,15 @@ class FitHistory:
     converged: bool = False
     best: int = 0
     trials: list[FitHistory] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        if not self.iterations:
+            return "FitHistory(no iterations)"
+        first, last = self.iterations[0].log_density, self.iterations[self.best].log_density
+        how = "converged" if self.converged else "not converged"
+        trials = f", best of {len(self.trials)} trials" if self.trials else ""
+        steps, seconds = len(self.iterations) - 1, self.iterations[-1].seconds
+        return f"FitHistory({steps} iterations, {how}, log-density {first:.6g} -> {last:.6g}, {seconds:.2f} s{trials})"
 
     @property
     def log_density(self) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +45,8 @@ def optimize(
         prev_estimate: the model to start from, instead of a random one.
         rng: an int seed, a NumPy ``Generator`` or ``RandomState`` for the starting model; fresh entropy if None.
         init_p: the share of observations that the starting model is made from.
-        vdata: validation observations: convergence is judged, and the returned model chosen, by their log-density.
+        vdata: validation observations: convergence is judged, and the returned model chosen, by their log-density. Of
+            an estimator that trains in place, the last model is returned: the earlier ones are gone.
         enc_data: encoded data or a handle, instead of ``data``.
         progress: show a progress line where stderr is a terminal.
 
@@ -61,7 +63,7 @@ def optimize(
     shown = require_exact_bool(progress, "progress")
     share = validate_initialization_probability(init_p)
     enc = _encoded(data, enc_data, estimator)
-    validation = None if vdata is None else seq_encode(vdata, estimator=estimator)
+    validation = None if vdata is None else _require_rows(seq_encode(vdata, estimator=estimator))
     started = time.perf_counter()
     model = prev_estimate
     if model is None:
@@ -75,7 +77,8 @@ def optimize(
             model = seq_estimate(enc, estimator, model)
             history.iterations.append(_score(enc, validation, model, started, step))
             gain = _criterion(history, -1) - _criterion(history, -2)
-            if validation is None or _criterion(history, -1) > _criterion(history, history.best):
+            keeps = validation is None or getattr(estimator, "trains_in_place", False)
+            if keeps or _criterion(history, -1) > _criterion(history, history.best):
                 best, history.best = model, step
             line.update(step, f"log-density {history.iterations[-1].log_density:.6f} ({gain:+.2g})")
             # A start that violates a tie or a prior may score higher than the first model that keeps it.
@@ -85,6 +88,13 @@ def optimize(
     finally:
         line.close()
     best.fit_history = history
+    if history.iterations[history.best].log_density == -math.inf:
+        warnings.warn(
+            "the fit ended with observations that are impossible under the model, so its log-density is -inf; start "
+            "from another model, or give the estimators a pseudo_count",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return best
 
 
@@ -106,8 +116,14 @@ def best_of(
 
     With ``vdata``, the highest log-density of the validation data. The arguments are those of :func:`optimize`; the
     model's ``fit_history.trials`` holds the course of every trial.
+
+    Raises:
+        TypeError: the estimator trains in place, so that every trial would go on from the last. Otherwise as
+            :func:`optimize`.
     """
     estimator = _require_estimator(estimator)
+    if getattr(estimator, "trains_in_place", False):
+        raise TypeError(f"estimator={type(estimator).__name__} trains in place and cannot be restarted; use optimize")
     count = require_positive_int(trials, "trials")
     enc = _encoded(data, enc_data, estimator)
     generator = rng if isinstance(rng, (np.random.Generator, np.random.RandomState)) else np.random.default_rng(rng)
@@ -132,9 +148,15 @@ def best_of(
 
 
 def _require_estimator(estimator: ParameterEstimator | None) -> ParameterEstimator:
-    if estimator is None or not hasattr(estimator, "accumulator_factory"):
+    if estimator is None or isinstance(estimator, type) or not hasattr(estimator, "accumulator_factory"):
         raise TypeError(f"estimator={estimator!r:.60} must be an estimator, such as GaussianEstimator()")
     return estimator
+
+
+def _require_rows(chunks: Any) -> Any:
+    if not any(count for count, _ in chunks):
+        raise ValueError("vdata is empty: give at least one observation, or leave it out")
+    return chunks
 
 
 def _encoded(data: Sequence[Any] | None, enc_data: Any, estimator: ParameterEstimator) -> Any:

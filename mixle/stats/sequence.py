@@ -115,8 +115,8 @@ def accumulate_initialization(
 ) -> tuple[float, StatisticAccumulator]:
     """Gather the statistic of a first model; return the total weight and the accumulator.
 
-    The rows have :func:`initialization_weights`; each global row is drawn by its own number. ``first_row`` is the global
-    index of the first row of ``chunks``.
+    The rows have :func:`initialization_weights`; each global row is drawn by its own number. ``first_row`` is the
+    global index of the first row of ``chunks``.
     """
     accumulator = estimator.accumulator_factory().make()
     nobs = 0.0

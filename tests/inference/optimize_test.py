@@ -10,6 +10,7 @@ import pytest
 
 from mixle import LocalEncodedData, best_of, optimize, seq_encode, seq_log_density_sum
 from mixle.inference.progress import ProgressLine
+from mixle.stats.categorical import CategoricalDistribution, CategoricalEstimator
 from mixle.stats.composite import CompositeEstimator
 from mixle.stats.gaussian import GaussianDistribution, GaussianEstimator
 from mixle.stats.mixture import MixtureDistribution, MixtureEstimator
@@ -146,3 +147,46 @@ def test_the_progress_line_shows_on_a_terminal_only():
         line.close()
     assert "2/4 log-density -1.5" in terminal.getvalue()
     assert pipe.getvalue() == ""
+
+
+def test_a_history_prints_in_one_line(values):
+    text = repr(best_of(values, PAIR, trials=2, rng=1, max_its=3, delta=None).fit_history)
+    assert text.startswith("FitHistory(3 iterations, not converged, log-density ")
+    assert text.endswith("best of 2 trials)")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_components_that_start_at_random_find_clusters_that_anyone_can_see(seed):
+    rng = np.random.default_rng(0)
+    values = np.concatenate([rng.normal(0, 1, 2000), rng.normal(9, 1, 2000)])
+    model = optimize(values, PAIR, rng=seed)
+    assert sorted(c.mu for c in model.components) == pytest.approx([0, 9], abs=0.2)
+
+
+def test_a_mixture_over_many_categories_gives_each_of_them_a_chance():
+    data = [f"c{i}" for i in np.random.default_rng(0).integers(0, 40, 200)]
+    model = optimize(data, MixtureEstimator([CategoricalEstimator(), CategoricalEstimator()]), rng=0)
+    assert model.repairs == ()
+    assert all(math.isfinite(model.log_density(x)) for x in data)
+
+
+def test_a_fit_that_ends_impossible_says_so():
+    start = MixtureDistribution([CategoricalDistribution({"a": 1.0}), CategoricalDistribution({"a": 1.0})], [0.5, 0.5])
+    estimator = MixtureEstimator([CategoricalEstimator(), CategoricalEstimator()])
+    with pytest.warns(RuntimeWarning, match="impossible under the model"):
+        optimize(["a", "b"], estimator, prev_estimate=start)
+
+
+def test_an_estimator_that_trains_in_place_is_not_restarted():
+    class InPlace(GaussianEstimator):
+        trains_in_place = True
+
+    with pytest.raises(TypeError, match="InPlace trains in place and cannot be restarted"):
+        best_of([1.0, 2.0], InPlace())
+    model = optimize([1.0, 2.0, 9.0], InPlace(), vdata=[1.0], max_its=3, delta=None, rng=0)
+    assert model.fit_history.best == 3
+
+
+def test_empty_validation_data_is_refused_by_name():
+    with pytest.raises(ValueError, match="vdata is empty"):
+        optimize([1.0], GaussianEstimator(), vdata=[])

@@ -28,7 +28,6 @@ from mixle.stats.sequence import (
     accumulate,
     accumulate_initialization,
     finish,
-    first_nonempty_share,
     resolve_encoder,
     seq_log_density,
     seq_log_density_sum,
@@ -62,8 +61,8 @@ class _Shard:
         return nobs, accumulator.value()
 
     def initialize(self, estimator: ParameterEstimator, seed: int, p: float) -> tuple[float, Any]:
-        taken, accumulator = accumulate_initialization(self.chunks, estimator, seed, p, self.first_row)
-        return taken, accumulator.value()
+        nobs, accumulator = accumulate_initialization(self.chunks, estimator, seed, p, self.first_row)
+        return nobs, accumulator.value()
 
     def log_density(self, model: ProbabilityDistribution) -> list[np.ndarray]:
         return seq_log_density(self.chunks, model)
@@ -224,8 +223,7 @@ class MultiprocessingEncodedData(EncodedDataHandle):
 
     def pysp_seq_initialize(self, estimator: Any, rng: Any, p: float) -> Any:
         seed = draw_seed(rng)
-        drawn = first_nonempty_share(lambda share: self._fold("initialize", estimator, seed, share), p)
-        return finish(estimator, *drawn, None)
+        return finish(estimator, *self._fold("initialize", estimator, seed, p), None)
 
     def pysp_seq_log_density_sum(self, model: Any) -> tuple[float, float]:
         parts = self._ask("log_density_sum", [(model,)] * self.num_workers)

@@ -19,7 +19,7 @@ from mixle.stats.contract import DataEncoder, ParameterEstimator, ProbabilityDis
 from mixle.stats.encoding import join_all
 from mixle.stats.frames import frame_from_json, frame_to_json
 from mixle.stats.row_draws import RowDraws, draw_seed
-from mixle.stats.sequence import first_nonempty_share, resolve_encoder
+from mixle.stats.sequence import initialization_weights, resolve_encoder
 from mixle.stats.statistics import frames_of, reframe
 from mixle.utils.parallel.collectives import all_gather_bytes, sum_everywhere
 from mixle.utils.parallel.process_group import Peers
@@ -68,15 +68,8 @@ class TokenStatistics:
         """Return a first model from a random share ``p`` of the tokens; of a stream that is one sequence, from all."""
         own_seed = together(self._peers, "seeding", lambda: draw_seed(rng))
         seed = int(self._peers.exchange("seeding", str(own_seed))[0])
-        drawn = 0.0
-
-        def gather(share: float) -> tuple[float, StatisticAccumulator]:
-            nonlocal drawn
-            drawn, accumulator = together(self._peers, "initialization", lambda: self._draw(estimator, seed, share))
-            return sum(map(float, self._peers.exchange("initialization", repr(drawn)))), accumulator
-
-        _, accumulator = first_nonempty_share(gather, p)
-        return self._fit(estimator, drawn, accumulator, None)
+        nobs, accumulator = together(self._peers, "initialization", lambda: self._draw(estimator, seed, p))
+        return self._fit(estimator, nobs, accumulator, None)
 
     def log_density_sum(self, model: ProbabilityDistribution) -> tuple[int, float]:
         """Return the number of tokens and the log-density of all of them, over all ranks."""
@@ -113,7 +106,7 @@ class TokenStatistics:
         for part in self._segments(resolve_encoder(estimator=estimator)):
             draws = RowDraws.for_rows(seed, part.start, len(part.enc))
             per_token = len(part.enc) == part.stop - part.start
-            weights = (draws.uniform(1)[0] < share).astype(np.float64) if per_token else np.ones(len(part.enc))
+            weights = initialization_weights(draws, share) if per_token else np.ones(len(part.enc))
             accumulator.seq_initialize(part.enc, weights, draws.stream(0))
             taken += float(weights.sum())
         return taken, accumulator

@@ -21,7 +21,6 @@ from mixle.stats.sequence import (
     accumulate,
     accumulate_initialization,
     finish,
-    first_nonempty_share,
     resolve_encoder,
     seq_log_density,
     seq_log_density_sum,
@@ -103,19 +102,12 @@ class TorchRunEncodedData(EncodedDataHandle):
     def pysp_seq_initialize(self, estimator: Any, rng: Any, p: float) -> Any:
         own_seed = together(self._peers, "seeding", lambda: draw_seed(rng))
         seed = int(self._peers.exchange("seeding", str(own_seed))[0])
-        drawn_here = 0.0
-
-        def gather(share: float) -> tuple[float, StatisticAccumulator]:
-            nonlocal drawn_here
-            drawn_here, accumulator = together(
-                self._peers,
-                "initialization",
-                lambda: accumulate_initialization(self._chunks, estimator, seed, share, self._first_row),
-            )
-            return sum(map(float, self._peers.exchange("initialization", repr(drawn_here)))), accumulator
-
-        _, accumulator = first_nonempty_share(gather, p)
-        return fit_from_statistics(self._peers, estimator, drawn_here, accumulator, None)
+        nobs, accumulator = together(
+            self._peers,
+            "initialization",
+            lambda: accumulate_initialization(self._chunks, estimator, seed, p, self._first_row),
+        )
+        return fit_from_statistics(self._peers, estimator, nobs, accumulator, None)
 
     def pysp_seq_log_density_sum(self, model: Any) -> tuple[float, float]:
         own = together(self._peers, "scoring", lambda: seq_log_density_sum(self._chunks, model))

@@ -125,6 +125,6 @@ def test_initialization_does_not_depend_on_the_chunks():
     assert all(m.mu == pytest.approx(models[0].mu, rel=1e-12) for m in models)
 
 
-def test_a_share_too_small_to_draw_a_row_is_doubled_until_it_draws_one():
+def test_a_share_too_small_to_draw_a_row_uses_all_rows_alike():
     enc = mixle.seq_encode([3.0], estimator=GaussianEstimator())
     assert mixle.seq_initialize(enc, GaussianEstimator(), 0, 1e-9).mu == 3.0
