@@ -19,6 +19,7 @@ from mixle.training.modes import scoring_mode
 from mixle.training.next_token import NextToken, TokenTensors
 from mixle.training.optimizer import OptimizerOptions
 from mixle.training.state import StepRecord, TrainingState
+from mixle.training.wrap import named_parameters
 from mixle.utils.exact import require_nonnegative_int
 
 if TYPE_CHECKING:
@@ -237,7 +238,8 @@ def move_along(
 ) -> None:
     """Take one optimizer step on the leaf's module along the mean gradient, and move ``state`` on."""
     parameters = leaf.trainable_parameters()
-    optimizer = state.optimizer.bind(options, parameters)
+    frozen = named_parameters(leaf.module).keys() - parameters.keys()
+    optimizer = state.optimizer.bind(options, parameters, frozen=frozen)
     rate = options.learning_rate(state.step)
     squares = 0.0
     for name, p in parameters.items():

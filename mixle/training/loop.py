@@ -23,6 +23,7 @@ from mixle.training.options import StopTraining, TrainingOptions
 from mixle.training.progress import Progress
 from mixle.training.ranks import PREPARATION_S, Ranks
 from mixle.training.state import StepRecord, TrainingState
+from mixle.training.wrap import named_parameters
 
 B = TypeVar("B")
 B_co = TypeVar("B_co", covariant=True)
@@ -113,7 +114,9 @@ class _Run:
         self.engine, self.source, self.state, self.options = engine, source, state, options
         self.rates, self.evaluate, self.ranks = optimizer_options, evaluate, ranks
         self.failure: Exception | None = None
-        self.optimizer = state.optimizer.bind(optimizer_options, engine.parameters(), engine.layout)
+        trained = engine.parameters()
+        frozen = named_parameters(engine.module).keys() - trained.keys()
+        self.optimizer = state.optimizer.bind(optimizer_options, trained, engine.layout, frozen=frozen)
         self.device = engine.device
         if state.epoch_step >= source.steps_per_epoch:  # a position in longer data
             state.epoch, state.epoch_step = state.epoch + 1, 0

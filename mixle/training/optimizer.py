@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -172,6 +172,8 @@ class OwnLayout:
 class OptimizerState:
     """An optimizer's moments, which follow a module's parameters by name when it is moved, sharded or gathered.
 
+    Those of a parameter that is frozen are kept, as an optimizer of torch keeps them, until it is trained again.
+
     Args:
         kind: the optimizer that they are of; None before the first step.
         moments: dense tensors, ``{parameter: {slot: tensor}}``.
@@ -186,12 +188,18 @@ class OptimizerState:
         self._layout: Layout = OwnLayout()
 
     def bind(
-        self, options: OptimizerOptions, parameters: dict[str, nn.Parameter], layout: Layout | None = None
+        self,
+        options: OptimizerOptions,
+        parameters: dict[str, nn.Parameter],
+        layout: Layout | None = None,
+        *,
+        frozen: Collection[str] = (),
     ) -> torch.optim.Optimizer:
         """Return the optimizer of ``parameters`` with these moments; the same one as before while they are the same.
 
         Args:
             layout: how the parameters lie on the ranks; by default every rank has all of them.
+            frozen: names of the module's parameters that are not to be trained.
 
         Raises:
             ValueError: the moments are another optimizer's, or do not fit the parameters.
@@ -205,14 +213,18 @@ class OptimizerState:
             moments = self.dense()
             optimizer = options.build(parameters.values())
             self._layout = OwnLayout() if layout is None else layout
-            odd = moments.keys() - (parameters.keys() if layout is None else moments.keys())
+            odd = moments.keys() - (parameters.keys() | set(frozen) if layout is None else moments.keys())
             if odd:
                 raise ValueError(f"the optimizer's state has {min(odd)!r}, which is no parameter of the module")
             # In one order on all ranks: sharding a moment is a collective.
             for name, parameter in parameters.items():
                 if name in moments:
                     optimizer.state[parameter] = self._fitted(name, moments[name], parameter)
-            self._bound, self._parameters, self._moments = optimizer, parameters, {}
+            self._bound, self._parameters = optimizer, parameters
+            self._moments = {
+                name: {slot: value.cpu() for slot, value in moments[name].items()}
+                for name in sorted(moments.keys() & set(frozen))
+            }
             self._device = next(iter(parameters.values())).device
         self.kind = options.optimizer
         options.apply_to(self._bound)
@@ -227,7 +239,7 @@ class OptimizerState:
         """Return the moments as whole tensors; a collective call if they are sharded."""
         if self._bound is None or self.kind is None:
             return self._moments
-        state, moments = self._bound.state, dict[str, dict[str, Tensor]]()
+        state, moments = self._bound.state, dict(self._moments)
         for slot in SLOTS[self.kind]:
             here = {
                 name: state[p][slot]

@@ -13,6 +13,7 @@ from torch import nn
 from mixle.data.schedule import Schedule
 from mixle.data.token_check import find_bad_token
 from mixle.data.token_windows import TokenArray
+from mixle.training.anatomy import Anatomy
 from mixle.training.engine import DataParallelEngine, Engine
 from mixle.training.loop import train
 from mixle.training.next_token import NextToken, TokenTensors
@@ -23,7 +24,7 @@ from mixle.training.scoring import log_densities, log_density_sum
 from mixle.training.state import TrainingState
 from mixle.training.token_batches import TokenBatches
 from mixle.training.token_plan import TokenPlan
-from mixle.training.wrap import Parallel, Precision, resolve_wrapping, sharding_of, wrap
+from mixle.training.wrap import Parallel, Precision, refuse_replaced_parameters, resolve_wrapping, sharding_of, wrap
 
 
 class TokenTrainer:
@@ -78,7 +79,8 @@ class TokenTrainer:
     def release(self) -> None:
         """Let go of the module that was trained last."""
         self._engine: Engine[TokenTensors] | None = None
-        self._checked: nn.Module | None = None
+        self._prepared: Anatomy | None = None
+        self._checked: Anatomy | None = None
         self.vocabulary: int | None = None
 
     def fit(
@@ -98,13 +100,27 @@ class TokenTrainer:
         )
 
     def prepare(self, module: nn.Module, device: torch.device) -> Engine[TokenTensors]:
-        """Return the engine that trains ``module``; making one costs as much as the module is large."""
-        if self._engine is not None and self._engine.module is module and self._engine.device == device:
-            return self._engine
+        """Return the engine that trains ``module``; making one costs as much as the module is large.
+
+        Raises:
+            ValueError: a plan took the module apart, and its parameters have been replaced, frozen or unfrozen since.
+        """
+        engine, before = self._engine, self._prepared
+        if engine is not None and before is not None and before.is_of(module) and engine.device == device:
+            return engine
+        if self._plan is not None and engine is not None and engine.module is module:
+            raise ValueError(
+                f"parameters of the {type(module).__name__} were replaced, frozen or unfrozen after a plan took it "
+                "apart; fit the module of leaf.unshard() instead"
+            )
         self._check(module, device)
+        self._engine = self._make_engine(module, device)
+        self._prepared = self._checked = Anatomy.of(module)
+        return self._engine
+
+    def _make_engine(self, module: nn.Module, device: torch.device) -> Engine[TokenTensors]:
         if self._plan is not None:
-            self._engine = self._plan.engine(module, device)
-            return self._engine
+            return self._plan.engine(module, device)
         call = wrap(
             module,
             wrapping=resolve_wrapping(self._parallel, self._ranks.world, device.type),
@@ -113,8 +129,7 @@ class TokenTrainer:
             precision=self._precision,
             activation_checkpointing=self._recompute,
         )
-        self._engine = DataParallelEngine(module, call, self._objective(module).loss_sum, world=self._ranks.world)
-        return self._engine
+        return DataParallelEngine(module, call, self._objective(module).loss_sum, world=self._ranks.world)
 
     def log_density_sum(self, module: nn.Module, device: torch.device) -> tuple[int, float]:
         """Return how many targets an epoch has, and the sum of their log-densities, over all ranks."""
@@ -156,18 +171,28 @@ class TokenTrainer:
 
     def _check(self, module: nn.Module, device: torch.device) -> None:
         """Check what the module returns, then every token against its vocabulary; one verdict for all ranks."""
-        if self._checked is module:
+        if self._checked is not None and self._checked.is_of(module):
             return
         vocab, error = 0, None
         try:
             if sharding_of(module) is None:
                 module.to(device)
+            refuse_replaced_parameters(module)
+            self._refuse_longer_windows(module)
             vocab = self._objective(module).vocabulary(module, self._schedule.spec.block, device)
         except Exception as caught:
             error = caught
         self._ranks.agree("checking the module", error, deadline_s=PREPARATION_S)
         self._ranks.agree("checking the tokens", self._bad_token(vocab), deadline_s=PREPARATION_S)
-        self._checked, self.vocabulary = module, vocab
+        self._checked, self.vocabulary = Anatomy.of(module), vocab
+
+    def _refuse_longer_windows(self, module: nn.Module) -> None:
+        block, longest = self._schedule.spec.block, getattr(module, "block", None)
+        if isinstance(longest, int) and block > longest:
+            raise ValueError(
+                f"block={block} of the handle exceeds block={longest}, the longest sequence that the "
+                f"{type(module).__name__} takes; give the handle at most that"
+            )
 
     def _bad_token(self, vocab: int) -> ValueError | None:
         rank, world, n = self._ranks.rank, self._ranks.world, len(self._tokens)

@@ -169,6 +169,22 @@ def require_same_sharding(module: nn.Module, settings: Mapping[str, object]) -> 
             )
 
 
+def refuse_replaced_parameters(module: nn.Module) -> None:
+    """Refuse parameters that came into a sharded module since: FSDP2 would put the old ones back without a word.
+
+    Raises:
+        ValueError: names one.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    for name, p in named_parameters(module).items():
+        if not isinstance(p, DTensor):
+            raise ValueError(
+                f"{name} of a sharded module was replaced by a parameter that is not sharded; replace it in the "
+                "module of leaf.unshard() and fit that"
+            )
+
+
 def checkpoint_activations(module: nn.Module, wanted: bool) -> None:
     """Give every block one checkpoint wrapper, or none."""
     blocks = blocks_of(module)

@@ -110,6 +110,25 @@ def test_moments_follow_the_parameters_of_an_equal_module(options, carry):
     assert all(map(torch.equal, uninterrupted.parameters(), second.parameters()))
 
 
+def test_a_frozen_parameter_keeps_its_moments_until_it_is_trained_again():
+    trained, state, options = module(), OptimizerState(), OptimizerOptions()
+    expected = copy.deepcopy(trained)
+    reference = options.build(expected.parameters())
+    for frozen in (set(), {"0.weight"}, set()):
+        for name, p in expected.named_parameters():
+            p.grad = None if name in frozen else torch.ones_like(p)
+        reference.step()
+        named = dict(trained.named_parameters())
+        optimizer = state.bind(options, {n: p for n, p in named.items() if n not in frozen}, frozen=frozen)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert state.dense().keys() == named.keys()
+        state = pickle.loads(pickle.dumps(state))
+    assert all(map(torch.equal, trained.parameters(), expected.parameters()))
+
+
 def test_changed_settings_reach_an_optimizer_that_goes_on():
     trained, state = module(), OptimizerState()
     step(trained, state, OptimizerOptions())

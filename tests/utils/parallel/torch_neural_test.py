@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -45,6 +46,11 @@ def estimator(module, **options):
 
 def parameters_of(module):
     return [p.detach().clone() for p in module.parameters()]
+
+
+def handle_parameters(module):
+    """This process's shards of the parameters."""
+    return [getattr(p, "_local_tensor", p).detach().clone() for p in module.parameters()]
 
 
 def same(a, b):
@@ -139,6 +145,61 @@ def test_a_run_that_a_callback_stopped_in_mid_epoch_goes_on_where_it_was():
     assert len(leaf.history) == 5
     seq_estimate(handle_on(), estimator(parts), leaf)
     assert same(parameters_of(whole), parameters_of(parts))
+
+
+def freeze(module):
+    module.blocks[0].requires_grad_(False)
+
+
+def unfreeze(module):
+    module.blocks[0].requires_grad_(True)
+
+
+def renew(module):
+    for part in module.blocks[0].modules():
+        for name, p in part._parameters.items():
+            part._parameters[name] = None if p is None else nn.Parameter(p.detach() * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "changes"),
+    [
+        *itertools.product(("none", "ddp", "fsdp"), [(freeze, unfreeze), (unfreeze, freeze, unfreeze)]),
+        ("none", (unfreeze, renew)),
+        ("ddp", (unfreeze, renew)),
+    ],
+)
+def test_parameters_that_change_between_calls_are_trained_as_on_a_handle_of_their_own(parallel, changes):
+    with handle_on(parallel=parallel) as handle:
+        kept, afresh, going, other = model(), model(), None, None
+        for change in changes:
+            change(kept)
+            before = copy.deepcopy(handle_parameters(kept.blocks[0]))
+            going = seq_estimate(handle, estimator(kept), going)
+            moved = not same(before, handle_parameters(kept.blocks[0]))
+            assert moved == (change is not freeze)
+            change(afresh)
+            with handle_on(parallel=parallel) as another:
+                other = seq_estimate(another, estimator(afresh), other)
+        assert list(going.history) == list(other.history)
+        assert same(handle_parameters(kept), handle_parameters(afresh))
+
+
+def test_a_parameter_replaced_in_a_sharded_module_is_refused_by_name():
+    with handle_on(parallel="fsdp") as handle:
+        module = model()
+        leaf = seq_estimate(handle, estimator(module))
+        module.norm.weight = nn.Parameter(torch.ones(16))
+        with pytest.raises(ValueError, match=r"norm.weight of a sharded module was replaced"):
+            seq_estimate(handle, estimator(module), leaf)
+
+
+def test_ids_are_checked_against_the_vocabulary_of_a_table_that_was_replaced():
+    handle, module = handle_on(), Bigram()
+    seq_estimate(handle, estimator(module))
+    module.table = nn.Embedding(VOCAB - 1, VOCAB - 1)
+    with pytest.raises(ValueError, match=f"vocabulary of {VOCAB - 1}"):
+        seq_estimate(handle, estimator(module))
 
 
 def test_no_epochs_return_the_leaf_untrained():
