@@ -94,7 +94,7 @@ def test_a_length_that_is_left_open_costs_nothing():
     model = fit([[1.0, 3.0], []], SequenceEstimator(GaussianEstimator()))
     assert model.log_density([]) == 0.0
     assert model.log_density([2.0, 2.0]) == pytest.approx(2 * model.dist.log_density(2.0))
-    with pytest.raises(ValueError, match="cannot be sampled; give this part"):
+    with pytest.raises(ValueError, match="cannot be sampled; model this part"):
         model.sampler(0).sample()
 
 

@@ -248,7 +248,7 @@ def test_a_bad_state_is_named_with_its_sequence():
 
 def test_sampling_needs_a_length_and_rows_that_can_be_left():
     stuck = MarkovChainDistribution({"a": 1.0}, {"a": {"b": 1.0}})
-    with pytest.raises(ValueError, match=r"give this part \(such as len_dist\) a distribution"):
+    with pytest.raises(ValueError, match=r"model this part \(len_dist, or an estimator's len_estimator\)"):
         stuck.sampler(0).sample()
     assert stuck.sampler(0).sample_length(2) == ["a", "b"]
     with pytest.raises(ValueError, match="cannot leave state 'b'"):

@@ -109,7 +109,7 @@ def test_a_random_start_gives_rows_only_to_components_that_can_produce_them():
     model = seq_initialize(seq_encode(data, estimator=estimator), estimator, 0, 1.0)
     assert model.repairs == ()
     assert model.w[1] > 0.5
-    assert model.components[0].beta == pytest.approx(np.mean([0.5, 1.0, 0.2]), rel=0.5)
+    assert 0.2 <= model.components[0].beta <= 1.0
 
 
 def test_a_random_start_counts_rows_that_no_component_can_produce():
