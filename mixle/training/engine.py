@@ -92,8 +92,7 @@ class DataParallelEngine(Generic[B]):
         self.device = next(module.parameters()).device
         self._call, self._loss_sum = call, loss_sum
         self._parameters = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
-        saved = module.state_dict().keys()
-        self._buffers = [buffer for name, buffer in named_buffers(module).items() if name in saved]
+        self._saved = sorted(named_buffers(module).keys() & module.state_dict().keys())
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return self._parameters
@@ -136,6 +135,7 @@ class DataParallelEngine(Generic[B]):
         return self.sum_over_replicas(values)
 
     def sync_buffers(self) -> None:
-        if self.averaged_over > 1:
-            for buffer in self._buffers:
-                dist.broadcast(buffer, src=0)
+        if self.averaged_over > 1 and self._saved:
+            now = named_buffers(self.module)  # a module may put a new tensor in the place of a buffer
+            for name in self._saved:
+                dist.broadcast(now[name], src=0)

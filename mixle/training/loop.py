@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from mixle.training.buffers import Buffers
 from mixle.training.engine import Engine, LocalFailure
 from mixle.training.modes import training_mode
 from mixle.training.optimizer import OptimizerOptions
@@ -67,8 +68,8 @@ def train(
 
     Raises:
         ValueError: the ranks are not at the same step, or move parameters differently.
-        FloatingPointError: on every rank, at a step that is not finite, unless it is to be skipped. The parameters and
-            ``state`` are then as they were before that step.
+        FloatingPointError: on every rank, at a step that is not finite, unless it is to be skipped. The parameters, the
+            buffers and ``state`` are then as they were before that step.
         Exception: whatever a rank's data, module or callback raised; on its peers as ``ranks`` tells of it.
     """
     if not epochs:
@@ -77,8 +78,13 @@ def train(
     run = _Run(engine, source, state, epochs, options, optimizer_options, evaluate, ranks)
     with ranks.guard("training"):
         cuda = [run.device] if run.device.type == "cuda" else []
-        with training_mode(engine.module), torch.random.fork_rng(cuda), run.progress:
-            trouble = run.take_steps()
+        try:
+            with training_mode(engine.module), torch.random.fork_rng(cuda), run.progress:
+                trouble = run.take_steps()
+        except BaseException:
+            if ranks.world == 1:  # losses that other ranks have a part in are lost with them
+                run.settle_history()
+            raise
         engine.sync_buffers()
         run.settle_history()
     if trouble is not None:
@@ -118,6 +124,7 @@ class _Run:
         frozen = named_parameters(engine.module).keys() - trained.keys()
         self.optimizer = state.optimizer.bind(optimizer_options, trained, engine.layout, frozen=frozen)
         self.device = engine.device
+        self.buffers = Buffers(engine.module)
         if state.epoch_step >= source.steps_per_epoch:  # a position in longer data
             state.epoch, state.epoch_step = state.epoch + 1, 0
         self.last_epoch = state.epoch + epochs
@@ -134,9 +141,7 @@ class _Run:
             steps = range(first, min(first + self.options.gradient_accumulation, per_epoch))
             started = time.perf_counter()
             targets = sum(self.source.targets(epoch, step) for step in steps)
-            loss_sum = self._gradient(epoch, steps, self.engine.averaged_over / targets)
-            norm = self.engine.gradient_norm()
-            size = norm.item()
+            loss_sum, norm, size = self._finished_gradient(epoch, steps, self.engine.averaged_over / targets)
             finite = math.isfinite(size)
             trouble = None if finite else self._trouble(epoch, first)
             if trouble is not None:
@@ -149,23 +154,36 @@ class _Run:
             state.step += 1
             state.skipped += not finite
             state.epoch, state.epoch_step = (epoch, steps.stop) if steps.stop < per_epoch else (epoch + 1, 0)
-            facts = {
+            facts: dict[str, Any] = {
                 "step": state.step,
                 "epoch": epoch,
                 "learning_rate": rate,
                 "grad_norm": size,
                 "targets": targets,
-                "seconds": time.perf_counter() - started,
                 "skipped": not finite,
-                "evaluation": self._evaluation(),
+                "seconds": time.perf_counter() - started,
             }
-            self.unsettled.append((loss_sum, facts))
+            self.unsettled.append((loss_sum, facts))  # before what may be interrupted: a step taken has its record
+            facts["evaluation"] = self._evaluation()
             self.progress.advance(loss_sum, self.engine.averaged_over / targets, targets)
             if self.options.callbacks:
                 stopped, trouble = self._call_back()
                 if stopped:
                     return trouble
         return None
+
+    def _finished_gradient(self, epoch: int, steps: range, scale: float) -> tuple[Tensor, Tensor, float]:
+        """Leave a gradient, and return its loss, its norm and that as a number; unless it is finite, nothing else."""
+        self.buffers.remember()
+        size = math.nan
+        try:
+            loss_sum = self._gradient(epoch, steps, scale)
+            norm = self.engine.gradient_norm()
+            size = norm.item()
+        finally:
+            if not math.isfinite(size):
+                self.buffers.restore()
+        return loss_sum, norm, size
 
     def _gradient(self, epoch: int, steps: range, scale: float) -> Tensor:
         """Leave the exact mean's gradient over the steps' targets; return the sum of this rank's losses."""
@@ -204,7 +222,7 @@ class _Run:
             return None
         return FloatingPointError(
             f"the loss or its gradient is not finite at step {self.state.step + 1} (epoch {epoch}, schedule step "
-            f'{first}); the parameters are as they were before it. nonfinite="skip" passes over such steps'
+            f'{first}); parameters and buffers are as they were before it. nonfinite="skip" passes over such steps'
         )
 
     def _move(self, norm: Tensor, rate: float) -> None:
@@ -248,8 +266,8 @@ class _Run:
         if not self.unsettled:
             return
         sums = self._reduced([loss_sum for loss_sum, _ in self.unsettled])
-        for total, (_, facts) in zip(sums, self.unsettled, strict=True):
-            self.state.history.append(StepRecord(total / facts["targets"], **facts))
+        settled = zip(sums, self.unsettled, strict=True)
+        self.state.history += [StepRecord(total / facts["targets"], **facts) for total, (_, facts) in settled]
         self.unsettled.clear()
 
     def _reduced(self, values: list[Tensor]) -> list[float]:

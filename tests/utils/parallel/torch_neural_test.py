@@ -331,6 +331,100 @@ def test_a_loss_that_becomes_nan_is_skipped_and_counted_if_so_chosen():
     assert all(torch.isfinite(p).all() for p in module.parameters())
 
 
+class Averaging(nn.Module):
+    """A bigram with running averages, of which a training step is spoilt or interrupted."""
+
+    def __init__(self, fault=None, at=2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.norm = nn.Embedding(VOCAB, VOCAB), nn.BatchNorm1d(VOCAB)
+        self.register_buffer("seen", torch.zeros(1))
+        self.fault, self.at, self.steps = fault, at, 0
+
+    def forward(self, ids):
+        rows = self.table(ids)
+        if self.training:
+            self.seen = self.seen + 1
+            self.steps += 1
+            if self.steps == self.at and self.fault == "nan":
+                rows = rows * float("nan")
+        logits = self.norm(rows.transpose(1, 2)).transpose(1, 2)
+        if self.training and self.steps == self.at and isinstance(self.fault, BaseException):
+            raise self.fault
+        return logits
+
+
+def buffers_of(module):
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_skipped_step_leaves_the_buffers_as_they_were(accumulation):
+    module, after = Averaging("nan", at=accumulation + 1), []
+    options = {"nonfinite": "skip", "gradient_accumulation": accumulation}
+    callbacks = [lambda record: after.append(buffers_of(module))]
+    leaf = seq_estimate(handle_on(training=TrainingOptions(**options, callbacks=callbacks)), estimator(module))
+    assert [record.step for record in leaf.history if record.skipped] == [2]
+    assert after[0]["seen"] == accumulation
+    assert same(after[0].values(), after[1].values())
+    assert after[2]["seen"] == 2 * accumulation
+    assert all(torch.isfinite(buffer).all() for buffer in module.buffers())
+
+
+@pytest.mark.parametrize(
+    ("fault", "raised"),
+    [
+        ("nan", FloatingPointError),
+        (ZeroDivisionError(), ZeroDivisionError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+    ids=["nan", "error", "interrupt"],
+)
+def test_a_step_that_ends_the_fit_leaves_the_buffers_as_they_were(fault, raised):
+    module, one_step = Averaging(fault), Averaging()
+
+    def stop(record):
+        raise StopTraining
+
+    seq_estimate(handle_on(training=TrainingOptions(callbacks=[stop])), estimator(one_step))
+    with pytest.raises(raised):
+        seq_estimate(handle_on(), estimator(module))
+    assert same(buffers_of(module).values(), buffers_of(one_step).values())
+    assert same(parameters_of(module), parameters_of(one_step))
+
+
+def test_an_interrupted_fit_has_a_record_of_every_step_it_took_and_goes_on_from_there():
+    whole, module = Averaging(), Averaging(KeyboardInterrupt(), at=5)
+    expected = seq_estimate(handle_on(), estimator(whole))
+    handle = handle_on()
+    leaf = seq_initialize(handle, estimator(module), 0)
+    with pytest.raises(KeyboardInterrupt):
+        seq_estimate(handle, estimator(module), leaf)
+    assert leaf.state.step == 4
+    assert leaf.state.history == list(expected.history[:4])
+    module.fault = None
+    assert list(seq_estimate(handle, estimator(module), leaf).history) == list(expected.history)
+    assert same(parameters_of(module), parameters_of(whole))
+
+
+def test_a_fit_interrupted_while_it_scores_held_out_data_has_the_record_of_the_step_before():
+    class Interrupted(Bigram):
+        held_out = 0
+
+        def forward(self, ids):
+            self.held_out += not self.training and len(ids) > 1
+            if self.held_out:
+                raise KeyboardInterrupt
+            return super().forward(ids)
+
+    handle, module = handle_on(training=TrainingOptions(evaluation=Evaluation(TOKENS[:50], every=3))), Interrupted()
+    leaf = seq_initialize(handle, estimator(module), 0)
+    with pytest.raises(KeyboardInterrupt):
+        seq_estimate(handle, estimator(module), leaf)
+    assert [record.step for record in leaf.state.history] == [1, 2, 3]
+    assert leaf.state.history[2].evaluation is None
+
+
 @pytest.mark.parametrize("targets", ["last", "all"])
 def test_bf16_trains_float32_parameters(targets):
     leaf = seq_estimate(handle_on(TOKENS % 2, targets=targets, precision="bf16", epochs=3), estimator(model()))
