@@ -82,7 +82,9 @@ class CategoricalFamily(LeafFamily[CategoricalParams]):
     def standard(self, frame: Frame | None) -> CategoricalParams:
         prior = self.uniform_prior(frame)
         if not isinstance(prior.frame, Vocabulary) or not len(prior.frame):
-            raise ValueError("a Categorical without observations has no categories; give levels to name them")
+            raise ValueError(
+                "a Categorical without observations has no categories; give levels, and pseudo_count, to name them"
+            )
         return CategoricalParams(prior.frame, prior.sums[0])
 
     def sample(self, params: CategoricalParams, rng: np.random.Generator, size: int) -> list[Category]:

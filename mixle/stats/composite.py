@@ -27,6 +27,7 @@ from mixle.stats.encoding import (
     row_count,
     take_rows,
 )
+from mixle.stats.numeric_columns import is_row
 from mixle.stats.policy import Repair, within
 from mixle.stats.row_draws import RowDraws
 
@@ -78,7 +79,7 @@ class CompositeDataEncoder(DataEncoder):
     def seq_encode(self, xs: Sequence[Any]) -> CompositeEncoding:
         width = len(self.encoders)
         for i, x in enumerate(xs):
-            if isinstance(x, (str, bytes)) or not hasattr(x, "__len__"):
+            if not is_row(x):
                 raise TypeError(
                     f"a Composite takes tuples of {width} fields, got {type(x).__name__} ({x!r:.60}) at index {i}"
                 )

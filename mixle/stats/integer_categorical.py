@@ -62,7 +62,7 @@ class IntegerCategoricalFamily(LeafFamily[IntegerCategoricalParams]):
     def statistics(self, enc: LeafEncoding, weights: np.ndarray, frame: Frame | None) -> Sums:
         if not isinstance(frame, IntegerRange):
             return (np.zeros(0),)
-        _require_countable(len(frame), frame)
+        _require_countable(frame)
         (x,) = enc.columns
         if enc.impossible is not None:
             x, weights = x[~enc.impossible], weights[~enc.impossible]
@@ -104,11 +104,13 @@ class IntegerCategoricalFamily(LeafFamily[IntegerCategoricalParams]):
         if low is None or high is None or low > high:
             return LeafStatistic(None, ())
         span = IntegerRange(low, high)
-        _require_countable(len(span), span)
+        _require_countable(span)
         return LeafStatistic(span, (np.full(len(span), 1.0 / len(span)),))
 
 
-def _require_countable(count: int, span: IntegerRange) -> None:
+def _require_countable(span: IntegerRange) -> None:
+    # Its len() could be too large for Python.
+    count = span.high - span.low + 1
     if count > _MAX_VALUES:
         raise ValueError(
             f"an IntegerCategorical keeps a probability for each integer from {span.low} to {span.high}: {count} are "

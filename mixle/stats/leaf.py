@@ -37,6 +37,7 @@ __all__ = [
     "LeafEstimator",
     "LeafFamily",
     "LeafSampler",
+    "require_label",
     "resolve_prior",
 ]
 
@@ -129,7 +130,8 @@ class LeafDistribution(ProbabilityDistribution, Generic[P]):
     keys: str | None = None
 
     def _settle(self, family: LeafFamily[P], params: P, name: str | None, keys: str | None) -> None:
-        self.family, self.params, self.name, self.keys = family, params, name, keys
+        self.family, self.params = family, params
+        self.name, self.keys = require_label(name, "name"), require_label(keys, "keys")
 
     @property
     def repairs(self) -> tuple[Repair, ...]:
@@ -167,7 +169,9 @@ class LeafDistribution(ProbabilityDistribution, Generic[P]):
         return estimator
 
     def _labels(self) -> dict[str, Any]:
-        labels: dict[str, Any] = {key: value for key, value in (("name", self.name), ("keys", self.keys)) if value}
+        labels: dict[str, Any] = {
+            key: value for key, value in (("name", self.name), ("keys", self.keys)) if value is not None
+        }
         if self._repairs:
             labels["repairs"] = [[r.parameter, r.reason, r.where] for r in self._repairs]
         return labels
@@ -320,7 +324,7 @@ class LeafEstimator(ParameterEstimator, Generic[P]):
     ) -> None:
         self.family, self.prior = family, prior
         self.pseudo_count = resolve_prior(pseudo_count, prior)
-        self.name, self.keys = name, keys
+        self.name, self.keys = require_label(name, "name"), require_label(keys, "keys")
         if self.pseudo_count is not None and prior is None:
             family.uniform_prior(None)
 
@@ -364,6 +368,17 @@ def family_params(family: LeafFamily[P], dist: ProbabilityDistribution | None) -
     if isinstance(dist, LeafDistribution) and type(dist.family) is type(family):
         return dist.params
     raise TypeError(f"the previous estimate of a {family.name} must be a {family.name}, got {type(dist).__name__}")
+
+
+def require_label(value: object, argument: str) -> str | None:
+    """Return a name, or None for none.
+
+    Raises:
+        TypeError: ``value`` is neither a str nor None.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    raise TypeError(f"{argument}={value!r:.60} must be a name, a str, or None, not {type(value).__name__}")
 
 
 def resolve_prior(pseudo_count: float | None, prior: Any) -> float | None:

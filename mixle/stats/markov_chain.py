@@ -25,6 +25,7 @@ from mixle.stats.contract import (
 )
 from mixle.stats.encoding import require_encoding, require_parts
 from mixle.stats.frames import Vocabulary
+from mixle.stats.leaf import require_label
 from mixle.stats.null import NullDataEncoder, NullDistribution, NullEstimator
 from mixle.stats.policy import Repair, within
 from mixle.stats.row_draws import RowDraws
@@ -118,7 +119,8 @@ class MarkovChainDistribution(ProbabilityDistribution):
         keys: str | None,
         repairs: tuple[Repair, ...],
     ) -> None:
-        self.params, self.name, self.keys = params, name, keys
+        self.params = params
+        self.name, self.keys = require_label(name, "name"), require_label(keys, "keys")
         (self.len_dist,) = require_distributions((NullDistribution() if len_dist is None else len_dist,), "(len_dist,)")
         self._own_repairs = repairs
 
@@ -349,7 +351,7 @@ class MarkovChainEstimator(ParameterEstimator):
         self._fit = ChainFit(None if levels is None else Vocabulary(levels), initial, transition, prior)
         length = NullEstimator() if len_estimator is None else len_estimator
         (self.len_estimator,) = require_estimators((length,), "(len_estimator,)")
-        self.name, self.keys = name, keys
+        self.name, self.keys = require_label(name, "name"), require_label(keys, "keys")
 
     def accumulator_factory(self) -> MarkovChainAccumulatorFactory:
         return MarkovChainAccumulatorFactory(self.len_estimator.accumulator_factory(), self.keys)

@@ -33,7 +33,7 @@ from mixle.stats.encoding import (
     row_count,
     take_rows,
 )
-from mixle.stats.leaf import LeafDistribution, resolve_prior
+from mixle.stats.leaf import LeafDistribution, require_label, resolve_prior
 from mixle.stats.mixture_statistic import MixtureStatistic, tell_whole
 from mixle.stats.policy import MIN_MASS, Repair, within
 from mixle.stats.row_draws import RowDraws
@@ -356,7 +356,8 @@ class MixtureEstimator(ParameterEstimator):
         self.pseudo_count = resolve_prior(pseudo_count, self.prior)
         if not isinstance(keys, tuple) or len(keys) != 2:
             raise TypeError(f"keys={keys!r} must be a pair (weights, components) of names or None")
-        self.name, self.keys = name, keys
+        self.name = require_label(name, "name")
+        self.keys = (require_label(keys[0], "keys[0]"), require_label(keys[1], "keys[1]"))
 
     def accumulator_factory(self) -> MixtureAccumulatorFactory:
         return MixtureAccumulatorFactory([e.accumulator_factory() for e in self.estimators], self.keys)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ __all__ = [
     "concatenated",
     "finite_vector",
     "integer_column",
+    "is_row",
     "number_column",
     "refuse_masked",
     "require_axes",
@@ -88,6 +89,12 @@ def refuse_masked(values: Any, family: str) -> None:
         )
 
 
+def is_row(value: Any) -> bool:
+    """Return whether a value has elements by position, as lists, tuples and arrays do; text does not count."""
+    held = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    return held and not isinstance(value, (str, bytes, Mapping))
+
+
 def concatenated(arrays: Any, kinds: str) -> np.ndarray | None:
     """Return arrays end to end if all are NumPy's, of one dtype whose kind is one of ``kinds``; else None."""
     for x in arrays:
@@ -143,7 +150,7 @@ def vector_columns(values: Any, family: str, dim: int | None) -> np.ndarray:
         width = dim
         for i, value in enumerate(values):
             refuse_masked(value, family)
-            if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
+            if not is_row(value):
                 raise TypeError(f"{family} takes vectors, got {type(value).__name__} ({value!r:.60}) at index {i}")
             width = len(value) if width is None else width
             if len(value) != width:

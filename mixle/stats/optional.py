@@ -20,6 +20,7 @@ from mixle.stats.contract import (
     require_estimators,
 )
 from mixle.stats.encoding import Encoding, LeafEncoding, impossible_rows, require_encoding, take_rows
+from mixle.stats.leaf import require_label
 from mixle.stats.policy import Repair, within
 from mixle.stats.row_draws import RowDraws
 from mixle.stats.simplex import weights_from_counts
@@ -321,7 +322,7 @@ class OptionalEstimator(ParameterEstimator):
             if pseudo_count is None:
                 raise ValueError(f"suff_stat={suff_stat} has no effect without pseudo_count")
         self.pseudo_count, self.prior = pseudo_count, suff_stat
-        self.name, self.keys = name, keys
+        self.name, self.keys = require_label(name, "name"), require_label(keys, "keys")
 
     def accumulator_factory(self) -> OptionalAccumulatorFactory:
         return OptionalAccumulatorFactory(self.estimator.accumulator_factory(), self.missing_value, self.keys)

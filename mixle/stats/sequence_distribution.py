@@ -20,7 +20,7 @@ from mixle.stats.contract import (
 )
 from mixle.stats.encoding import Encoding, LeafEncoding, impossible_rows, require_encoding, take_rows
 from mixle.stats.null import NullDistribution, NullEstimator
-from mixle.stats.numeric_columns import concatenated
+from mixle.stats.numeric_columns import concatenated, is_row
 from mixle.stats.policy import Repair, within
 from mixle.stats.row_draws import RowDraws
 from mixle.utils.exact import require_nonnegative_int
@@ -85,7 +85,7 @@ class SequenceDataEncoder(DataEncoder):
 
     def seq_encode(self, xs: Sequence[Any]) -> SequenceEncoding:
         for i, x in enumerate(xs):
-            if isinstance(x, (str, bytes)) or not hasattr(x, "__len__"):
+            if not is_row(x):
                 raise TypeError(
                     f"a Sequence takes lists, tuples or arrays, got {type(x).__name__} ({x!r:.60}) at index {i}"
                 )
