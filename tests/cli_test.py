@@ -157,7 +157,7 @@ def test_an_interrupted_run_that_goes_on_ends_with_the_model_of_one_that_was_not
     process.send_signal(signal.SIGINT)
     output = finished(process)
     assert process.returncode == 130, output
-    assert f"mixle lm --resume {out}" in output
+    assert f"mixle lm --nproc 2 --resume {out}" in output
     assert "Traceback" not in output
     assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(out).encode() in path.read_bytes()]
     assert not (out / "results.json").exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
@@ -49,7 +49,7 @@ def lm(
     batch_size: Annotated[
         int,
         typer.Option(
-            help="Windows of --block bytes per step, all processes together: results do not depend on --nproc.",
+            help="Windows of --block bytes per step, all processes together: --nproc changes results by rounding only.",
             rich_help_panel=MODEL,
         ),
     ] = DEFAULTS.batch_size,
@@ -97,43 +97,47 @@ def lm(
 
     Ctrl-C saves the model as it is and says how to go on.
     """
-    with Interrupt() as interrupt:
-        with _refusals(context):
-            if resume is None:
-                settings = Settings(
-                    files=tuple(os.path.abspath(name) for name in files or ()),
-                    max_bytes=max_bytes,
-                    heldout=heldout,
-                    epochs=epochs,
-                    d_model=d_model,
-                    layers=layers,
-                    heads=heads,
-                    block=block,
-                    batch_size=batch_size,
-                    lr=lr,
-                    seed=seed,
-                )
-                folder = RunFolder(out)
-                folder.require_free()
-            else:
-                _refuse_settings(context)
-                folder = RunFolder(resume)
-                settings = folder.unfinished_settings()
-            rank, processes = _place(nproc)
-            settings.per_process(processes)
-            if parallel == "none" and processes > 1:
-                raise ValueError(f"--parallel none is for one process, not the {processes} of --nproc; leave it out")
-            corpus = _read(settings)
-            if resume is not None:
-                folder.require_same_text(corpus)
-            execution = Execution(_device(device, processes), parallel, precision)
-            folder.make()
-        if rank is not None:
-            job = Job(settings, execution, corpus, folder, resume is not None, rank, processes, interrupt)
-            raise typer.Exit(job.run())
-    if interrupt.signal is not None:
-        raise typer.Exit(128 + interrupt.signal)
-    raise typer.Exit(run_under_torchrun(processes, sys.argv[1:]))
+    with ExitStack() as kept:
+        with Interrupt() as interrupt:
+            with _refusals(context):
+                if resume is None:
+                    settings = Settings(
+                        files=tuple(os.path.abspath(name) for name in files or ()),
+                        max_bytes=max_bytes,
+                        heldout=heldout,
+                        epochs=epochs,
+                        d_model=d_model,
+                        layers=layers,
+                        heads=heads,
+                        block=block,
+                        batch_size=batch_size,
+                        lr=lr,
+                        seed=seed,
+                    )
+                    folder = RunFolder(out)
+                    folder.require_free()
+                else:
+                    _refuse_settings(context)
+                    folder = RunFolder(resume)
+                    settings = folder.unfinished_settings()
+                rank, processes = _place(nproc)
+                settings.per_process(processes)
+                if parallel == "none" and processes > 1:
+                    raise ValueError(
+                        f"--parallel none is for one process, not the {processes} of --nproc; leave it out"
+                    )
+                corpus = _read(settings)
+                execution = Execution(_device(device, processes), parallel, precision)
+                folder.make()
+                kept.enter_context(folder.held(rank))
+                if resume is not None:
+                    folder.require_same_text(corpus)
+            if rank is not None:
+                job = Job(settings, execution, corpus, folder, resume is not None, rank, processes, interrupt)
+                raise typer.Exit(job.run())
+        if interrupt.signal is not None:
+            raise typer.Exit(128 + interrupt.signal)
+        raise typer.Exit(run_under_torchrun(processes, sys.argv[1:]))
 
 
 @contextmanager

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import shlex
+import shutil
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,6 +66,8 @@ class Job:
     def run(self) -> int:
         """Run and return the exit status: 0, or 128 plus the number of the signal that stopped it."""
         console = Console(quiet=self.rank != 0, highlight=False)
+        if not self.resume and (replaced := self.folder.replaced(resume_command(self.folder.path, self.processes))):
+            console.print(replaced)
         console.print(self.corpus.description)
         earlier = self._load() if self.resume else None
         with self._training_tokens(earlier) as tokens, self._tokens(self.corpus.heldout) as heldout:
@@ -70,17 +77,20 @@ class Job:
                 scores.append(self._score(name, parameters, model, seconds, heldout, console))
             total_steps = tokens.steps_per_epoch * self.settings.epochs
             estimator = self._new_estimator(total_steps) if earlier is None else earlier.estimator()
-            leaf, _ = _timed(tokens, estimator, earlier)
+            if earlier is not None and earlier.state.step == total_steps:  # all that the run had left was its report
+                leaf = earlier
+            else:
+                leaf, _ = _timed(tokens, estimator, earlier)
             leaf = leaf.unshard()
             complete = leaf.state.step == total_steps
             if self.rank == 0:
                 self._save(leaf, complete=complete)
             if not complete:
                 console.print(f"Stopped after step {leaf.state.step:,} of {total_steps:,}; the model is saved.")
-                console.print(f"Go on with: mixle lm --resume {self.folder.path}", style="bold")
+                console.print(f"Go on with: {resume_command(self.folder.path, self.processes)}", style="bold")
                 return 128 + (self.interrupt.signal or 0)
             parameters = sum(parameter.numel() for parameter in leaf.module.parameters())
-            seconds = sum(record.seconds for record in leaf.history)
+            seconds = sum(record.seconds for record in leaf.history if record.seconds is not None)
             scores.append(self._score("transformer", parameters, leaf, seconds, heldout, console))
         if self.rank == 0:
             self._report(leaf, [*scores, xz_score(self.corpus.heldout)], console)
@@ -119,15 +129,21 @@ class Job:
     def _training_tokens(self, earlier: StreamingTransformerLeaf | None) -> StreamingTokenEncodedData:
         from mixle.training import Evaluation, StopTraining, TrainingOptions
 
-        def stop_if_asked(record: StepRecord) -> None:
+        console = Console(quiet=self.rank != 0 or sys.stderr.isatty(), highlight=False)
+
+        def report_and_stop_if_asked(record: StepRecord) -> None:
+            # Where there is no terminal for the progress line, a log still shows that the run is alive.
+            if record.evaluation is not None:
+                held_out = record.evaluation / math.log(2)
+                console.print(f"transformer: {held_out:.3f} bits per byte on a held-out sample at step {record.step:,}")
             if self.interrupt.signal is not None:
                 raise StopTraining
 
         settings = self.settings
-        epochs = settings.epochs - (0 if earlier is None else earlier.state.epoch)
+        epochs = max(1, settings.epochs - (0 if earlier is None else earlier.state.epoch))
         steps = settings.epochs * math.ceil(len(self.corpus.train) / (settings.block * settings.batch_size))
         evaluation = Evaluation(evenly(self.corpus.heldout), every=max(1, steps // EVALUATIONS))
-        options = TrainingOptions(max_grad_norm=1.0, evaluation=evaluation, callbacks=[stop_if_asked])
+        options = TrainingOptions(max_grad_norm=1.0, evaluation=evaluation, callbacks=[report_and_stop_if_asked])
         return self._tokens(self.corpus.train, epochs=epochs, training=options)
 
     def _tokens(
@@ -163,6 +179,9 @@ class Job:
         return score
 
     def _save(self, leaf: StreamingTransformerLeaf, *, complete: bool) -> None:
+        self.folder.clear_reports()
+        if not self.resume:
+            self.folder.announce(self.settings, self.corpus)
         leaf.save(self.folder.model)
         self.folder.describe(self.settings, self.corpus, complete=complete)
 
@@ -195,6 +214,13 @@ class Job:
         console.print(Panel(shown, title="generated, after a held-out beginning in grey", title_align="left"))
         console.print(score_table(scores, heldout_bytes=len(self.corpus.heldout), fitted_on=len(self.corpus.train)))
         console.print(f"Model, plot, numbers and sample: {self.folder.path}/")
+
+
+def resume_command(folder: Path, processes: int) -> str:
+    """Return what to type to go on with the run in ``folder`` on as many processes."""
+    program = ["mixle"] if shutil.which("mixle") else [os.path.relpath(sys.executable), "-m", "mixle"]
+    how_many = ["--nproc", str(processes)] if processes > 1 else []
+    return shlex.join([*program, "lm", *how_many, "--resume", str(folder)])
 
 
 def _timed(tokens: StreamingTokenEncodedData, estimator: Any, earlier: Any = None) -> tuple[Any, float]:
