@@ -1,7 +1,8 @@
 """A leaf on disk and in JSON: a description in JSON, tensors in safetensors, nothing pickled.
 
 A saved leaf is a directory with ``leaf.json`` and the safetensors files that it names. Their names hold the SHA-256 of
-their bytes, and ``leaf.json`` is replaced last, in one move: a reader finds the old leaf or the new one, whole.
+their bytes, and ``leaf.json`` is replaced last, in one move: a reader finds the old leaf or the new one, whole. Writers
+take turns by a lock on ``.lock``, and each removes what the one before left.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import json
 import math
 import os
 import re
-import secrets
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,13 +25,18 @@ from mixle.training.optimizer import SLOTS, Moments, OptimizerOptions, Optimizer
 from mixle.training.state import StepRecord, TrainingState
 from mixle.training.wrap import named_buffers, named_parameters
 from mixle.utils.optional_import import optional_import
+from mixle.utils.whole_file import locked, replace_file
 
 if TYPE_CHECKING:
     from mixle.models.streaming_transformer_leaf import StreamingTransformerLeaf
 
 DESCRIPTION = "leaf.json"
 FORMAT = "mixle leaf, version 1"
+LOCK = ".lock"
 TENSOR_FILE = re.compile(r"(module|moments)-[0-9a-f]{64}\.safetensors")
+WRITTEN = rf"{TENSOR_FILE.pattern}|{re.escape(DESCRIPTION)}"
+LEFT_OVER = re.compile(rf"{TENSOR_FILE.pattern}|\.({WRITTEN})\.[0-9a-f]{{16}}\.partial")
+READS = 10
 COUNTERS = ("step", "epoch", "epoch_step", "skipped", "revision")
 
 
@@ -39,17 +44,24 @@ def write(path: str | os.PathLike[str], leaf: StreamingTransformerLeaf) -> None:
     """Write a dense leaf into the directory ``path``, over the one that is there."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    before = set(_named_files(folder))
     moments = {
         f"{name}/{slot}": value for name, slots in leaf.state.optimizer.dense().items() for slot, value in slots.items()
     }
     described = _describe(leaf)
-    described["files"] = {"module": _write_tensors(folder, "module", _state_of(leaf.module))}
+    parts = {"module": _serialized(_state_of(leaf.module))}
     if moments:
-        described["files"]["moments"] = _write_tensors(folder, "moments", moments)
-    _replace(folder / DESCRIPTION, json.dumps(described, indent=1, allow_nan=False).encode())
-    for name in before - set(described["files"].values()):
-        (folder / name).unlink(missing_ok=True)
+        parts["moments"] = _serialized(moments)
+    names = {part: f"{part}-{hashlib.sha256(data).hexdigest()}.safetensors" for part, data in parts.items()}
+    described["files"] = names
+    with locked(folder / LOCK):
+        for part, data in parts.items():
+            replace_file(folder / names[part], data)
+        replace_file(folder / DESCRIPTION, json.dumps(described, indent=1, allow_nan=False).encode())
+        # Under the lock nothing is being written, so all else that a save can have left is of the leaf before, or of a
+        # save that was cut short.
+        for entry in folder.iterdir():
+            if LEFT_OVER.fullmatch(entry.name) and entry.name not in names.values():
+                entry.unlink(missing_ok=True)
 
 
 def read(path: str | os.PathLike[str], module: nn.Module | None) -> tuple[nn.Module, OptimizerOptions, TrainingState]:
@@ -60,14 +72,26 @@ def read(path: str | os.PathLike[str], module: nn.Module | None) -> tuple[nn.Mod
         ValueError: what is there cannot have been written by :func:`write`, or does not fit ``module``.
     """
     folder = Path(path)
-    if not (folder / DESCRIPTION).is_file():
-        raise FileNotFoundError(f"{folder} holds no saved leaf: there is no {DESCRIPTION} in it")
-    described = _parse((folder / DESCRIPTION).read_bytes(), f"{folder / DESCRIPTION}")
-    files = described.get("files")
-    if not isinstance(files, dict) or "module" not in files or not files.keys() <= {"module", "moments"}:
-        raise ValueError(f"{folder / DESCRIPTION} names files {files!r:.80}, not those of a module and its moments")
-    tensors = {part: _read_tensors(folder, part, name) for part, name in files.items()}
+    described, tensors = _read_whole(folder)
     return _restore(described, tensors["module"], tensors.get("moments", {}), module, str(folder))
+
+
+def _read_whole(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """Return a description and its tensors, of one leaf even while others are saved over it."""
+    for _ in range(READS):
+        if not (folder / DESCRIPTION).is_file():
+            raise FileNotFoundError(f"{folder} holds no saved leaf: there is no {DESCRIPTION} in it")
+        data = (folder / DESCRIPTION).read_bytes()
+        described = _parse(data, f"{folder / DESCRIPTION}")
+        files = described.get("files")
+        if not isinstance(files, dict) or "module" not in files or not files.keys() <= {"module", "moments"}:
+            raise ValueError(f"{folder / DESCRIPTION} names files {files!r:.80}, not those of a module and its moments")
+        try:
+            return described, {part: _read_tensors(folder, part, name) for part, name in files.items()}
+        except FileNotFoundError:
+            if (folder / DESCRIPTION).read_bytes() == data:
+                raise
+    raise FileNotFoundError(f"{folder} was saved over {READS} times while it was read; load it when that is done")
 
 
 def to_dict(leaf: StreamingTransformerLeaf) -> dict[str, Any]:
@@ -198,19 +222,13 @@ def _serialized(tensors: dict[str, Tensor]) -> bytes:
     return data
 
 
-def _write_tensors(folder: Path, part: str, tensors: dict[str, Tensor]) -> str:
-    data = _serialized(tensors)
-    name = f"{part}-{hashlib.sha256(data).hexdigest()}.safetensors"
-    _replace(folder / name, data)
-    return name
-
-
 def _read_tensors(folder: Path, part: str, name: object) -> dict[str, Tensor]:
     if not isinstance(name, str) or not TENSOR_FILE.fullmatch(name) or not name.startswith(part):
         raise ValueError(f"{folder / DESCRIPTION} names {name!r:.80} as its {part} file, which no leaf is written to")
-    if not (folder / name).is_file():
-        raise FileNotFoundError(f"{folder} is incomplete: {name} is gone")
-    data = (folder / name).read_bytes()
+    try:
+        data = (folder / name).read_bytes()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{folder} is incomplete: {name} is gone") from None
     if hashlib.sha256(data).hexdigest() not in name:
         raise ValueError(f"{folder / name} is damaged: its bytes have another hash than its name")
     return _parsed_tensors(data, str(folder / name))
@@ -225,15 +243,6 @@ def _parsed_tensors(data: bytes, where: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _named_files(folder: Path) -> list[str]:
-    """Return the tensor files that the leaf in ``folder`` names, none if there is no readable one."""
-    try:
-        files = json.loads((folder / DESCRIPTION).read_bytes())["files"].values()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
-    return [name for name in files if isinstance(name, str) and TENSOR_FILE.fullmatch(name)]
-
-
 def _parse(data: bytes, where: str) -> dict[str, Any]:
     try:
         described = json.loads(data)
@@ -242,19 +251,6 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(described, dict) or described.get("format") != FORMAT:
         raise ValueError(f"{where} is not the description of a {FORMAT}")
     return described
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Put ``data`` at ``path`` in one move, on the disk before it has the name."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    try:
-        with open(partial, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _to_json(value: Any) -> Any:

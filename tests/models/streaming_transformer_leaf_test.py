@@ -225,7 +225,12 @@ def test_saving_again_replaces_the_leaf_and_leaves_nothing_behind(tmp_path):
     trained().save(tmp_path)
     StreamingTransformerLeaf(model(seed=3)).save(tmp_path)
     assert torch.equal(StreamingTransformerLeaf.load(tmp_path).module.head.weight, model(seed=3).head.weight)
-    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["leaf.json", "module", "notes.txt"]
+    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == [
+        ".lock",
+        "leaf.json",
+        "module",
+        "notes.txt",
+    ]
 
 
 def test_a_save_that_is_cut_short_leaves_the_old_leaf(tmp_path, monkeypatch):
