@@ -21,6 +21,7 @@ from mixle.stats.leaf import (
     LeafFamily,
     LeafSampler,
 )
+from mixle.stats.payload import list_field
 from mixle.stats.simplex import require_probabilities
 from mixle.stats.statistics import LeafStatistic
 
@@ -144,7 +145,14 @@ class CategoricalDistribution(LeafDistribution[CategoricalParams]):
 
     @classmethod
     def parameters_from_dict(cls, payload: dict[str, Any]) -> Self:
-        pmap = {category_from_json(c): p for c, p in payload["pmap"]}
+        pmap: dict[Category, float] = {}
+        for i, pair in enumerate(list_field(payload, "pmap", cls)):
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise TypeError(f"payload of a {cls.__name__}: pmap[{i}]={pair!r:.60} must be [category, probability]")
+            category = category_from_json(pair[0])
+            if category in pmap:
+                raise ValueError(f"payload of a {cls.__name__}: pmap[{i}] gives the category {category!r:.60} again")
+            pmap[category] = pair[1]
         return cls(pmap, name=payload.get("name"), keys=payload.get("keys"))._restore_repairs(payload)
 
     def __repr__(self) -> str:

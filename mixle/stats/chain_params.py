@@ -14,6 +14,7 @@ import numpy as np
 
 from mixle.stats.categories import Category, plain_category
 from mixle.stats.frames import FrameMemo, Vocabulary
+from mixle.stats.payload import list_field
 from mixle.stats.simplex import require_probabilities
 from mixle.stats.transitions import ChainEncoding, TransitionFrame
 
@@ -136,13 +137,16 @@ class ChainParams:
         """Build a chain from :meth:`to_plain`'s dict.
 
         Raises:
-            ValueError: the parts do not fit together.
+            TypeError, ValueError: ``plain`` is no such dict, or its parts do not fit together.
         """
-        states = Vocabulary.from_plain(plain["states"])
+        if not isinstance(plain, dict):
+            raise TypeError(f"chain={plain!r:.60} must be a dict of states, initial, transitions and spread")
+        states = Vocabulary.from_plain(list_field(plain, "states", cls))
         size = len(states)
-        keys, p = (
-            np.array(column, dtype=kind) for column, kind in zip(plain["transitions"], (np.int64, float), strict=True)
-        )
+        listed = list_field(plain, "transitions", cls)
+        if len(listed) != 2:
+            raise ValueError(f"transitions={listed!r:.60} of a chain must be two lists, keys and probabilities")
+        keys, p = (np.array(column, dtype=kind) for column, kind in zip(listed, (np.int64, float), strict=True))
         spread = np.array(plain["spread"], dtype=np.float64)
         initial = require_probabilities(plain["initial"], "initial", size) if size else np.zeros(0)
         fits = len(keys) == len(p) and spread.shape == (size,) and (np.diff(keys) > 0).all()

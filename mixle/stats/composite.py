@@ -28,6 +28,7 @@ from mixle.stats.encoding import (
     take_rows,
 )
 from mixle.stats.numeric_columns import is_row
+from mixle.stats.payload import list_field, require_known_fields
 from mixle.stats.policy import Repair, within
 from mixle.stats.row_draws import RowDraws
 
@@ -137,7 +138,9 @@ class CompositeDistribution(ProbabilityDistribution):
 
     @classmethod
     def parameters_from_dict(cls, payload: dict[str, Any]) -> Self:
-        return cls([ProbabilityDistribution.from_dict(d) for d in payload["dists"]], name=payload.get("name"))
+        require_known_fields(payload, cls, ("dists", "name"))
+        dists = [ProbabilityDistribution.from_dict(d) for d in list_field(payload, "dists", cls)]
+        return cls(dists, name=payload.get("name"))
 
     def __repr__(self) -> str:
         return f"CompositeDistribution({list(self.dists)!r})"

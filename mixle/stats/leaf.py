@@ -24,6 +24,7 @@ from mixle.stats.contract import (
 from mixle.stats.encoding import LeafEncoding, require_encoding
 from mixle.stats.frames import Frame, Sums
 from mixle.stats.linear import LinearKernel
+from mixle.stats.payload import require_known_fields, restored_repairs
 from mixle.stats.policy import MIN_MASS, Repair
 from mixle.stats.statistics import LeafStatistic, add_leaf_statistics
 from mixle.utils.exact import require_finite_float
@@ -177,7 +178,9 @@ class LeafDistribution(ProbabilityDistribution, Generic[P]):
         return labels
 
     def _restore_repairs(self, payload: dict[str, Any]) -> Self:
-        self._repairs = tuple(Repair(*map(str, r)) for r in payload.get("repairs", ()))
+        own = (field for field in self.parameters_to_dict() if field not in ("name", "keys"))
+        require_known_fields(payload, type(self), (*own, "name", "keys", "repairs"))
+        self._repairs = restored_repairs(payload, type(self))
         return self
 
     def __repr__(self) -> str:

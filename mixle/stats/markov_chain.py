@@ -27,6 +27,7 @@ from mixle.stats.encoding import require_encoding, require_parts
 from mixle.stats.frames import Vocabulary
 from mixle.stats.leaf import require_label
 from mixle.stats.null import NullDataEncoder, NullDistribution, NullEstimator
+from mixle.stats.payload import require_known_fields, restored_repairs
 from mixle.stats.policy import Repair, within
 from mixle.stats.row_draws import RowDraws
 from mixle.stats.statistics import LeafStatistic, add_leaf_statistics
@@ -182,7 +183,8 @@ class MarkovChainDistribution(ProbabilityDistribution):
     @classmethod
     def parameters_from_dict(cls, payload: dict[str, Any]) -> Self:
         chain = cls.__new__(cls)
-        repairs = tuple(Repair(*map(str, r)) for r in payload.get("repairs", ()))
+        require_known_fields(payload, cls, ("chain", "len_dist", "name", "keys", "repairs"))
+        repairs = restored_repairs(payload, cls)
         len_dist = ProbabilityDistribution.from_dict(payload["len_dist"])
         params = ChainParams.from_plain(payload["chain"])
         chain._settle(params, len_dist, payload.get("name"), payload.get("keys"), repairs)

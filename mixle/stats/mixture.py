@@ -35,6 +35,7 @@ from mixle.stats.encoding import (
 )
 from mixle.stats.leaf import LeafDistribution, require_label, resolve_prior
 from mixle.stats.mixture_statistic import MixtureStatistic, tell_whole
+from mixle.stats.payload import list_field, require_known_fields, restored_repairs
 from mixle.stats.policy import MIN_MASS, Repair, within
 from mixle.stats.row_draws import RowDraws
 from mixle.stats.simplex import require_probabilities, weights_from_counts
@@ -189,9 +190,10 @@ class MixtureDistribution(ProbabilityDistribution):
 
     @classmethod
     def parameters_from_dict(cls, payload: dict[str, Any]) -> Self:
-        components = [ProbabilityDistribution.from_dict(c) for c in payload["components"]]
+        require_known_fields(payload, cls, ("components", "w", "name", "repairs"))
+        components = [ProbabilityDistribution.from_dict(c) for c in list_field(payload, "components", cls)]
         mixture = cls(components, payload["w"], name=payload.get("name"))
-        mixture._own_repairs = tuple(Repair(*map(str, r)) for r in payload.get("repairs", ()))
+        mixture._own_repairs = restored_repairs(payload, cls)
         return mixture
 
     def __repr__(self) -> str:

@@ -16,6 +16,7 @@ from mixle.stats.contract import (
     StatisticAccumulator,
 )
 from mixle.stats.encoding import Encoding, LeafEncoding
+from mixle.stats.payload import require_known_fields
 
 __all__ = [
     "NullAccumulator",
@@ -81,6 +82,7 @@ class NullDistribution(ProbabilityDistribution):
 
     @classmethod
     def parameters_from_dict(cls, payload: dict[str, Any]) -> Self:
+        require_known_fields(payload, cls, ())
         return cls()
 
     def __eq__(self, other: object) -> bool:

@@ -21,6 +21,7 @@ from mixle.stats.contract import (
 )
 from mixle.stats.encoding import Encoding, LeafEncoding, impossible_rows, require_encoding, take_rows
 from mixle.stats.leaf import require_label
+from mixle.stats.payload import require_known_fields
 from mixle.stats.policy import Repair, within
 from mixle.stats.row_draws import RowDraws
 from mixle.stats.simplex import weights_from_counts
@@ -190,6 +191,7 @@ class OptionalDistribution(ProbabilityDistribution):
 
     @classmethod
     def parameters_from_dict(cls, payload: dict[str, Any]) -> Self:
+        require_known_fields(payload, cls, ("dist", "p", "missing_value", "name"))
         plain = payload["missing_value"]
         missing = float("nan") if plain == {"float": "nan"} else category_from_json(plain)
         dist = ProbabilityDistribution.from_dict(payload["dist"])

@@ -21,6 +21,7 @@ from mixle.stats.contract import (
 from mixle.stats.encoding import Encoding, LeafEncoding, impossible_rows, require_encoding, take_rows
 from mixle.stats.null import NullDistribution, NullEstimator
 from mixle.stats.numeric_columns import concatenated, is_row
+from mixle.stats.payload import require_known_fields
 from mixle.stats.policy import Repair, within
 from mixle.stats.row_draws import RowDraws
 from mixle.utils.exact import require_nonnegative_int
@@ -162,6 +163,7 @@ class SequenceDistribution(ProbabilityDistribution):
 
     @classmethod
     def parameters_from_dict(cls, payload: dict[str, Any]) -> Self:
+        require_known_fields(payload, cls, ("dist", "len_dist", "name"))
         dist, len_dist = (ProbabilityDistribution.from_dict(payload[key]) for key in ("dist", "len_dist"))
         return cls(dist, len_dist, name=payload.get("name"))
 
