@@ -8,7 +8,8 @@ offset  size  content
 0       8     magic: the ASCII bytes ``MIXLETOK``
 8       2     version, uint16: 1
 10      2     dtype code, uint16: 2 for uint16, 4 for uint32
-12      4     zero
+12      2     number of the shard, uint16, from 0; 0 in a file that stands alone
+14      2     shards there are, uint16; 0 in a file that stands alone
 16      8     count of tokens, uint64
 24            the tokens, one after the other, to the end of the file
 ======  ====  =====================================================
@@ -36,11 +37,13 @@ from mixle.utils.exact import require_positive_int
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
-_HEADER = struct.Struct("<8sHHIQ")
+_HEADER = struct.Struct("<8sHHHHQ")
 _MAGIC = b"MIXLETOK"
 _VERSION = 1
 _DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _CHUNK = 1 << 20
+_NUMBERS_AT = 12
+_MOST_SHARDS = 2**16 - 1
 
 
 class TokenFile:
@@ -51,16 +54,18 @@ class TokenFile:
 
     Args:
         path: a shard; a sequence of shards, in order; a directory, whose ``*.bin`` are taken in order of their names;
-            or a glob pattern, likewise.
+            or a glob pattern, likewise. Only a sequence may leave out some of the shards that were written together.
 
     Raises:
         FileNotFoundError: no such shard.
         ValueError: a file that is no shard, of an unknown version or dtype, shorter or longer than its header says, or
-            empty; shards of different dtypes.
+            empty; shards of different dtypes; a directory or a pattern that lacks a shard.
     """
 
     def __init__(self, path: PathLike | Sequence[PathLike]) -> None:
         self._open(_shard_paths(path), None)
+        if isinstance(path, (str, os.PathLike)) and not os.path.isfile(path):
+            _require_all_shards(self.paths)
 
     @classmethod
     def raw(cls, path: PathLike | Sequence[PathLike], dtype: DTypeLike) -> TokenFile:
@@ -191,8 +196,9 @@ class TokenFile:
             shard_tokens: write shards of this many tokens, the last one of what is left.
 
         Raises:
-            TypeError: tokens that are not numbers; a dtype other than these two.
-            ValueError: ids that are negative, have a fraction or do not fit; no tokens at all; arrays that are not 1-D.
+            TypeError: tokens that are not numbers, or are masked; a dtype other than these two.
+            ValueError: ids that are negative, have a fraction or do not fit; no tokens at all; arrays that are not 1-D;
+                more than 65,535 shards.
             FileExistsError: the directory for ``shard_tokens`` exists.
         """
         target = Path(path)
@@ -208,14 +214,20 @@ class TokenFile:
         try:
             if shard_tokens is not None:
                 partial.mkdir()
-            empty = True
+            written = 0
             for number, parts in shards:
-                file = partial if shard_tokens is None else partial / f"{number:08d}.bin"
+                if number == _MOST_SHARDS:
+                    raise ValueError(
+                        f"shard_tokens={shard_tokens} makes more than {_MOST_SHARDS} shards; give a larger one"
+                    )
+                file = partial if shard_tokens is None else partial / _shard_name(number)
                 _write_shard(file, kind, (part for _, part in parts))
-                empty = False
-            if empty:
+                written += 1
+            if not written:
                 raise ValueError(f"there are no tokens to write to {target}")
             if shard_tokens is not None:
+                for number in range(written):
+                    _number_shard(partial / _shard_name(number), number, written)
                 _sync_directory(partial)
             os.replace(partial, target)
         except BaseException:
@@ -271,7 +283,7 @@ def _read_header(path: str, size: int) -> tuple[np.dtype[Any], int]:
     if size < _HEADER.size:
         raise ValueError(f"{path} has {size} bytes, fewer than the {_HEADER.size} of a token file's header")
     with open(path, "rb") as file:
-        magic, version, code, zero, count = _HEADER.unpack(file.read(_HEADER.size))
+        magic, version, code, number, shards, count = _HEADER.unpack(file.read(_HEADER.size))
     if magic != _MAGIC:
         raise ValueError(
             f"{path} begins with {magic!r}, not {_MAGIC!r}; for headerless tokens: TokenFile.raw(path, dtype)"
@@ -280,13 +292,45 @@ def _read_header(path: str, size: int) -> tuple[np.dtype[Any], int]:
         raise ValueError(f"{path} has version {version} of the format; this reads version {_VERSION}")
     if code not in _DTYPES:
         raise ValueError(f"{path} has dtype code {code}; known are {', '.join(map(str, _DTYPES))}")
-    if zero:
-        raise ValueError(f"{path} has {zero} where its header should be zero")
+    if number >= max(shards, 1):
+        raise ValueError(f"{path} has shard number {number} of {shards}; the numbers are below that, from 0")
     expected = _HEADER.size + count * _DTYPES[code].itemsize
     if size != expected:
         state = "truncated" if size < expected else "too long"
         raise ValueError(f"{path} is {state}: {count} tokens of {_DTYPES[code]} make {expected} bytes, it has {size}")
     return _DTYPES[code], count
+
+
+def _require_all_shards(paths: tuple[str, ...]) -> None:
+    """Refuse a gap in, or behind, shards that were written together; files that stand alone may lie among them."""
+    due, shards = 0, 0
+    for path in paths:
+        with open(path, "rb") as file:
+            *_, number, total, _ = _HEADER.unpack(file.read(_HEADER.size))
+        if (number, total) != (due, shards if due else total):
+            _refuse_gap(path, due, shards or total)
+        due, shards = (number + 1, total) if number + 1 < total else (0, 0)
+    if due:
+        _refuse_gap(paths[-1], due, shards)
+
+
+def _refuse_gap(near: str, due: int, shards: int) -> NoReturn:
+    missing = os.path.join(os.path.dirname(near), _shard_name(due))
+    raise ValueError(
+        f"{missing}, shard {due} of 0 to {shards - 1}, is missing; restore it, or give a list of the shards to take"
+    )
+
+
+def _shard_name(number: int) -> str:
+    return f"{number:08d}.bin"
+
+
+def refuse_masked(tokens: object, name: str) -> None:
+    """Refuse an array with a mask, which a copy of its data would ignore."""
+    if isinstance(tokens, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is a masked array, whose mask would be ignored; give {name}.compressed(), or {name}.filled(id)"
+        )
 
 
 def _as_source(tokens: object) -> _Source:
@@ -295,6 +339,7 @@ def _as_source(tokens: object) -> _Source:
         return np.asarray(tokens, dtype=None if tokens else np.uint16)
     if isinstance(tokens, TokenFile):
         return tokens
+    refuse_masked(tokens, "tokens")
     if hasattr(tokens, "dtype"):
         return np.asarray(tokens)
     if isinstance(tokens, Iterable) and not isinstance(tokens, (str, bytes, bytearray)):
@@ -316,11 +361,13 @@ def _pieces(source: _Source) -> Iterator[NDArray[Any]]:
     """Cut arrays into pieces small enough to convert in memory."""
     for array in [source] if isinstance(source, (np.ndarray, TokenFile)) else source:
         if not isinstance(array, TokenFile):
+            refuse_masked(array, "tokens")
             array = np.asarray(array)
             if array.dtype.kind not in "iuf":
                 raise TypeError(f"tokens must be integers, not {array.dtype}")
             if array.ndim != 1:
-                raise ValueError(f"tokens must be 1-D arrays, not of shape {array.shape}")
+                hint = "; for a list of ids: numpy.array(ids)" if array.ndim == 0 else ""
+                raise ValueError(f"tokens must be 1-D arrays, not of shape {array.shape}{hint}")
         for start in range(0, len(array), _CHUNK):
             yield array[start : start + _CHUNK]
 
@@ -356,7 +403,16 @@ def _write_shard(path: Path, dtype: np.dtype[Any], parts: Iterator[NDArray[Any]]
             file.write(part.data)
             count += part.size
         file.seek(0)
-        file.write(_HEADER.pack(_MAGIC, _VERSION, dtype.itemsize, 0, count))
+        file.write(_HEADER.pack(_MAGIC, _VERSION, dtype.itemsize, 0, 0, count))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _number_shard(path: Path, number: int, shards: int) -> None:
+    """Write into a shard which one it is, now that it is known of how many."""
+    with open(path, "r+b") as file:
+        file.seek(_NUMBERS_AT)
+        file.write(struct.pack("<HH", number, shards))
         file.flush()
         os.fsync(file.fileno())
 

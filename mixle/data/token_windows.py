@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mixle.data.token_file import TokenFile
+from mixle.data.token_file import TokenFile, refuse_masked
 from mixle.data.window_spec import Shard, WindowSpec
 
 TokenArray: TypeAlias = NDArray[Any] | TokenFile
@@ -35,7 +35,7 @@ def validate_token_array(token_ids: object, name: str = "token_ids") -> TokenArr
     """Return ``token_ids`` as an array that can be sliced, without copying an array and without reading its content.
 
     Raises:
-        TypeError: strings, bytes, booleans, objects, complex numbers.
+        TypeError: strings, bytes, booleans, objects, complex numbers, masked arrays.
         ValueError: not 1-D; the message has the shape.
     """
     if isinstance(token_ids, TokenFile):
@@ -45,6 +45,7 @@ def validate_token_array(token_ids: object, name: str = "token_ids") -> TokenArr
             f"{name} must be a 1-D array of integers, not {type(token_ids).__name__}; "
             f"for the bytes of a text: numpy.frombuffer(text.encode(), numpy.uint8)"
         )
+    refuse_masked(token_ids, name)
     array = np.asarray(token_ids)
     if array.dtype.kind not in "iuf":
         raise TypeError(f"{name} must be a 1-D array of integers, not of dtype {array.dtype}")

@@ -16,13 +16,14 @@ from mixle.data.token_file import TokenFile
 TOKENS = np.arange(1000, dtype=np.uint16) * 7 % 251
 
 
-def header(magic=b"MIXLETOK", version=1, code=2, zero=0, count=0):
+def header(magic=b"MIXLETOK", version=1, code=2, number=0, shards=0, count=0):
     """The header as the module's docstring lays it out, written out again byte by byte."""
     return (
         magic
         + version.to_bytes(2, "little")
         + code.to_bytes(2, "little")
-        + zero.to_bytes(4, "little")
+        + number.to_bytes(2, "little")
+        + shards.to_bytes(2, "little")
         + count.to_bytes(8, "little")
     )
 
@@ -58,7 +59,8 @@ def test_a_file_written_by_hand_is_read(tmp_path):
         (header(magic=b"SOMETHIN", count=1) + bytes(2), r"TokenFile\.raw"),
         (header(version=2, count=1) + bytes(2), "version 2 of the format; this reads version 1"),
         (header(code=8, count=1) + bytes(8), "dtype code 8; known are 2, 4"),
-        (header(zero=9, count=1) + bytes(2), "has 9 where its header should be zero"),
+        (header(number=9, count=1) + bytes(2), "has shard number 9 of 0"),
+        (header(number=9, shards=9, count=1) + bytes(2), "has shard number 9 of 9"),
         (header(count=3) + bytes(5), "is truncated: 3 tokens of uint16 make 30 bytes, it has 29"),
         (header(count=3) + bytes(7), "is too long: 3 tokens of uint16 make 30 bytes, it has 31"),
         (header(count=2**63) + bytes(6), "is truncated: 9223372036854775808 tokens"),
@@ -134,6 +136,56 @@ def test_shards_of_different_dtypes_are_refused(tmp_path):
     TokenFile.write(tmp_path / "b.bin", [1], dtype=np.uint32)
     with pytest.raises(ValueError, match=r"b\.bin holds uint32 and .*a\.bin uint16"):
         TokenFile(tmp_path)
+
+
+# ---- a shard that is missing
+
+
+def test_each_shard_says_which_it_is_and_of_how_many(tmp_path):
+    TokenFile.write(tmp_path / "shards", [1, 2, 3], shard_tokens=2)
+    first, second = sorted((tmp_path / "shards").iterdir())
+    assert first.read_bytes() == header(number=0, shards=2, count=2) + bytes([1, 0, 2, 0])
+    assert second.read_bytes() == header(number=1, shards=2, count=1) + bytes([3, 0])
+
+
+@given(missing=st.sets(st.integers(0, 14), min_size=1, max_size=14), pattern=st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_a_directory_or_pattern_that_lacks_shards_is_refused_by_the_first_missing(tmp_path_factory, missing, pattern):
+    folder = tmp_path_factory.mktemp("gap") / "shards"
+    TokenFile.write(folder, np.arange(100), shard_tokens=7)
+    for number in missing:
+        (folder / f"{number:08d}.bin").unlink()
+    with pytest.raises(ValueError, match=rf"{min(missing):08d}\.bin, shard {min(missing)} of 0 to 14, is missing"):
+        TokenFile(f"{folder}/*.bin" if pattern else folder)
+
+
+def test_a_list_may_leave_shards_out_and_one_may_be_opened_alone(tmp_path):
+    paths = TokenFile.write(tmp_path / "shards", np.arange(9), shard_tokens=3).paths
+    assert TokenFile([paths[0], paths[2]])[:].tolist() == [0, 1, 2, 6, 7, 8]
+    assert TokenFile(paths[1])[:].tolist() == [3, 4, 5]
+
+
+def test_whole_sets_of_shards_and_files_that_stand_alone_may_lie_together(tmp_path):
+    for name in "ab":
+        TokenFile.write(tmp_path / name, np.arange(4), shard_tokens=2)
+    TokenFile.write(tmp_path / "a" / "more.bin", [9])
+    assert TokenFile(f"{tmp_path}/*/*.bin")[:].tolist() == [0, 1, 2, 3, 9, 0, 1, 2, 3]
+
+
+def test_a_shard_of_another_set_does_not_stand_in_for_a_missing_one(tmp_path):
+    for name, shard_tokens in (("a", 2), ("b", 3)):
+        TokenFile.write(tmp_path / name, np.arange(6), shard_tokens=shard_tokens)
+    os.replace(tmp_path / "b" / "00000001.bin", tmp_path / "a" / "00000001.bin")
+    with pytest.raises(ValueError, match=r"shard 1 of 0 to 2, is missing"):
+        TokenFile(tmp_path / "a")
+
+
+def test_more_shards_than_can_be_numbered_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("mixle.data.token_file._MOST_SHARDS", 3)
+    assert len(TokenFile.write(tmp_path / "three", np.arange(3), shard_tokens=1)) == 3
+    with pytest.raises(ValueError, match="shard_tokens=1 makes more than 3 shards; give a larger one"):
+        TokenFile.write(tmp_path / "four", np.arange(4), shard_tokens=1)
+    assert os.listdir(tmp_path) == ["three"]
 
 
 # ---- one array out of many shards
@@ -259,6 +311,9 @@ def test_a_token_file_is_rewritten_in_other_shards(tmp_path, sharded):
         (np.array([[1, 2]]), None, ValueError, r"not of shape \(1, 2\)"),
         (np.array([True]), None, TypeError, "must be integers, not bool"),
         (["a"], None, TypeError, "must be integers, not <U1"),
+        (np.ma.array([1, 2], mask=[True, False]), None, TypeError, r"tokens is a masked array.*tokens\.compressed"),
+        (np.ma.array([1, 2]), "uint16", TypeError, "tokens is a masked array"),
+        (iter([np.array([1]), np.ma.array([1])]), None, TypeError, "tokens is a masked array"),
         ("abc", None, TypeError, "not str"),
         (7, None, TypeError, "not int"),
         ([], None, ValueError, "no tokens to write"),

@@ -119,6 +119,7 @@ def test_lists_and_tensors_are_taken_too():
         (np.array(["a"]), TypeError, "not of dtype <U1"),
         (np.array([1, None]), TypeError, "not of dtype object"),
         (np.array([1j]), TypeError, "not of dtype complex128"),
+        (np.ma.array([1, 2], mask=[True, False]), TypeError, r"ids is a masked array, .* give ids\.compressed\(\)"),
         ("text", TypeError, r"not str; for the bytes of a text: numpy\.frombuffer"),
         (b"text", TypeError, "not bytes"),
         (None, TypeError, "not of dtype object"),
