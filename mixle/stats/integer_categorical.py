@@ -130,11 +130,11 @@ class IntegerCategoricalDistribution(LeafDistribution[IntegerCategoricalParams])
     """The distribution with probability ``p_vec[i]`` at ``min_val + i``.
 
     Args:
-        min_val: the least value.
+        min_val: the least value; all values fit 64 bits.
         p_vec: ``(n,)`` probabilities.
 
     Raises:
-        TypeError, ValueError: ``min_val`` is no integer, or ``p_vec`` no probability vector.
+        TypeError, ValueError: ``min_val`` is no such integer, or ``p_vec`` no probability vector.
     """
 
     sampler_type = IntegerCategoricalSampler
@@ -143,7 +143,8 @@ class IntegerCategoricalDistribution(LeafDistribution[IntegerCategoricalParams])
     def __init__(
         self, min_val: int, p_vec: Sequence[float] | np.ndarray, *, name: str | None = None, keys: str | None = None
     ) -> None:
-        low, p = require_exact_int(min_val, "min_val"), require_probabilities(p_vec, "p_vec")
+        p = require_probabilities(p_vec, "p_vec")
+        low = require_exact_int(min_val, "min_val", minimum=-(2**63), maximum=2**63 - len(p))
         self._settle(IntegerCategoricalFamily(), IntegerCategoricalParams(low, p), name, keys)
 
     @property

@@ -13,6 +13,7 @@ from mixle.stats import (
     CompositeEstimator,
     GaussianDistribution,
     GaussianEstimator,
+    IntegerCategoricalDistribution,
     IntegerCategoricalEstimator,
     MarkovChainDistribution,
     MarkovChainEstimator,
@@ -66,6 +67,13 @@ def test_integers_too_far_apart_to_count_are_refused_however_far() -> None:
     data = seq_encode([-(2**63), 2**63 - 1], estimator=estimator)
     with pytest.raises(ValueError, match=f"{2**64} are more than {2**24}; use Categorical"):
         seq_estimate(data, estimator)
+
+
+@pytest.mark.parametrize("min_val", [-(2**63) - 1, 2**63 - 1])
+def test_the_range_of_an_integer_categorical_fits_64_bits(min_val: int) -> None:
+    with pytest.raises(ValueError, match=f"min_val={min_val} must be at"):
+        IntegerCategoricalDistribution(min_val, [0.5, 0.5])
+    assert IntegerCategoricalDistribution(2**63 - 2, [0.25, 0.75]).density(2**63 - 1) == 0.75
 
 
 def test_a_categorical_of_which_nothing_was_seen_asks_for_its_levels() -> None:
