@@ -68,9 +68,12 @@ class StreamingTokenEncodedData(EncodedDataHandle):
         sampling: ``"sharded"``: each replica permutes the windows of its shard; ``"global"``: all share one
             permutation of all windows, so that runs of equal ``world * batch_size`` see the same batches.
         seed: any integer; fixes the order and, while training, what the module draws.
-        cp_mode: how keys and values reach the ranks of a sequence: ``"ring"`` or ``"allgather"``.
+        cp_mode: how keys and values reach the ranks of a sequence: ``"ring"`` or ``"allgather"``; of no
+            effect with ``cp_size=1``.
         microbatches: parts of a batch that pass a pipeline one after the other; by default at least ``pp_size``.
-        pp_schedule: their order: ``"gpipe"``, ``"1f1b"``, ``"interleaved"`` or ``"zero-bubble"``.
+            With ``pp_size=1`` a batch is one part, and more are refused.
+        pp_schedule: their order: ``"gpipe"``, ``"1f1b"``, ``"interleaved"`` or ``"zero-bubble"``; of no effect with
+            ``pp_size=1``.
         training: what the loop does around the steps.
 
     Raises:
