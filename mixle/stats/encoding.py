@@ -112,7 +112,9 @@ def require_encoding(enc: Any, kind: type[Encoding], reader: str, *, family: typ
     Raises:
         TypeError: it was encoded for another model; names both.
     """
-    if isinstance(enc, kind) and (family is None or getattr(enc, "family", None) in (None, family)):
+    # Asking an abstract class for its instances is slow beside a short block of rows.
+    made = type(enc) is kind or isinstance(enc, kind)
+    if made and (family is None or getattr(enc, "family", None) in (family, None)):
         return
     raise TypeError(f"encoded for {_encoded_for(enc)}, read by {reader}: encode with model.dist_to_encoder()")
 
