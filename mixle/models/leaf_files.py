@@ -15,15 +15,23 @@ import math
 import os
 import re
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from mixle.training.optimizer import SLOTS, Moments, OptimizerOptions, OptimizerState
 from mixle.training.state import StepRecord, TrainingState
 from mixle.training.wrap import named_buffers, named_parameters
+from mixle.utils.exact import require_exact_bool, require_finite_float, require_nonnegative_int
 from mixle.utils.optional_import import optional_import
 from mixle.utils.whole_file import locked, replace_file
 
@@ -37,6 +45,9 @@ TENSOR_FILE = re.compile(r"(module|moments)-[0-9a-f]{64}\.safetensors")
 WRITTEN = rf"{TENSOR_FILE.pattern}|{re.escape(DESCRIPTION)}"
 LEFT_OVER = re.compile(rf"{TENSOR_FILE.pattern}|\.({WRITTEN})\.[0-9a-f]{{16}}\.partial")
 READS = 10
+NOT_FINITE = ("nan", "inf", "-inf")
+LARGEST_FREE_SIZE = 2**24
+PARTS_PER_TENSOR = 32
 COUNTERS = ("step", "epoch", "epoch_step", "skipped", "revision")
 
 
@@ -142,12 +153,12 @@ def _restore(
         options = OptimizerOptions(**{**given, "betas": betas if betas is None else tuple(betas)})
         state = TrainingState()
         for name in COUNTERS:
-            setattr(state, name, int(described["training"][name]))
-        for record in described["history"]:
-            state.history.append(StepRecord(**{key: _from_json(value) for key, value in record.items()}))
-        found = _rebuild(described["class"], described["config"], tensors, where) if module is None else module
-    except (KeyError, TypeError, AttributeError) as error:
+            setattr(state, name, require_nonnegative_int(described["training"][name], name))
+        state.history.extend(map(_record, described["history"]))
+        kind, config = described["class"], described["config"]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{where} is not a leaf's description: {type(error).__name__}: {error}") from error
+    found = _rebuild(kind, config, tensors, where) if module is None else module
     own = _require_fit(found, tensors, where)
     if moments:
         kind = options.optimizer
@@ -162,15 +173,51 @@ def _rebuild(name: str, config: dict[str, Any] | None, tensors: dict[str, Tensor
     """Build the module that a description names; only a class that is imported already can be named."""
     import mixle.models.transformer  # noqa: F401  (so that its class can)
 
-    place, _, kind = name.partition(":")
+    place, _, kind = name.partition(":") if isinstance(name, str) else ("", "", "")
     found: Any = getattr(sys.modules.get(place), kind, None)
     is_module = isinstance(found, type) and issubclass(found, nn.Module) and hasattr(found, "from_config")
     if config is None or not is_module:
         raise ValueError(f"a {name} cannot be built from the description; import its class, or pass module=")
-    with torch.device("meta"):  # a false config is found out before it takes memory
-        _require_fit(found.from_config(config), tensors, where)
+    try:
+        _require_sizes(config, sum(tensor.numel() for tensor in tensors.values()))
+        with torch.device("meta"), _at_most(len(tensors)):  # a false config is found out before it takes time or memory
+            trial: nn.Module = found.from_config(config)
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{where} does not build a {name} with its config: {type(error).__name__}: {error}") from error
+    _require_fit(trial, tensors, where)
     built: nn.Module = found.from_config(config)
     return built
+
+
+def _require_sizes(config: object, elements: int) -> None:
+    """Refuse a size that no module of so many elements has; some, such as a longest sequence, need not be in any."""
+    if isinstance(config, int) and abs(config) > max(elements, LARGEST_FREE_SIZE):
+        raise ValueError(f"{config} is too large for the {elements} elements that are saved")
+    if isinstance(config, (dict, list)):
+        for value in config.values() if isinstance(config, dict) else config:
+            _require_sizes(value, elements)
+
+
+@contextmanager
+def _at_most(tensors: int) -> Iterator[None]:
+    """Stop the building of a module in this thread once it has far more parts than ``tensors`` tensors can fill.
+
+    Tied parameters are made before they are tied, and modules without parameters count too: hence the margin.
+    """
+    thread, made, limit = threading.get_ident(), 0, PARTS_PER_TENSOR * (tensors + 16)
+
+    def count(*_: object) -> None:
+        nonlocal made
+        made += threading.get_ident() == thread
+        if made > limit and threading.get_ident() == thread:
+            raise ValueError(f"it has more than {limit} parameters and modules, for {tensors} tensors that are saved")
+
+    hooks = [register_module_parameter_registration_hook(count), register_module_module_registration_hook(count)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _state_of(module: nn.Module) -> dict[str, Tensor]:
@@ -257,5 +304,18 @@ def _to_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _from_json(value: Any) -> Any:
-    return float(value) if isinstance(value, str) else value
+def _record(described: dict[str, Any]) -> StepRecord:
+    """Return a record of the history, after checking that a step can have been so."""
+    record = dict(described)
+    for name in ("loss", "grad_norm", "evaluation"):
+        if record[name] in NOT_FINITE:
+            record[name] = float(record[name])
+        elif record[name] is not None or name != "evaluation":
+            record[name] = require_finite_float(record[name], f"history {name}")
+    for name in ("step", "epoch", "targets"):
+        require_nonnegative_int(record[name], f"history {name}")
+    require_finite_float(record["learning_rate"], "history learning_rate", minimum=0.0)
+    if record["seconds"] is not None:
+        require_finite_float(record["seconds"], "history seconds", minimum=0.0)
+    require_exact_bool(record["skipped"], "history skipped")
+    return StepRecord(**record)

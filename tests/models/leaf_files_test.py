@@ -12,7 +12,7 @@ import torch
 
 from mixle.models import leaf_files
 from mixle.models.streaming_transformer_leaf import StreamingTransformerLeaf
-from mixle.models.transformer import CausalLM
+from mixle.models.transformer import Block, CausalLM
 from mixle.utils.whole_file import locked, replace_file
 
 VOCAB, D_MODEL, BLOCK = 11, 8, 6
@@ -122,3 +122,85 @@ def test_saving_the_same_leaf_again_keeps_its_file(tmp_path):
     leaf(1).save(tmp_path)
     leaf(1).save(tmp_path)
     np.testing.assert_array_equal(weights(tmp_path), leaf(1).module.head.weight.detach())
+
+
+# ---- a hostile description
+
+
+def refusal(path, change) -> str:
+    described = json.loads((path / "leaf.json").read_text())
+    change(described)
+    (path / "leaf.json").write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=str(path)) as refused:
+        StreamingTransformerLeaf.load(path)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("n_layer", [3000, 10**6, 10**12])
+def test_a_config_of_more_layers_than_are_saved_is_refused_before_they_are_built(tmp_path, monkeypatch, n_layer):
+    leaf(1).save(tmp_path)
+    built = []
+    init = Block.__init__
+    monkeypatch.setattr(Block, "__init__", lambda self, *a, **k: (built.append(1), init(self, *a, **k))[1])
+    assert "does not build" in refusal(tmp_path, lambda d: d["config"].update(n_layer=n_layer))
+    assert len(built) < 200
+    assert torch.nn.Linear(2, 2).weight.shape == (2, 2)
+
+
+@pytest.mark.parametrize("name", ["vocab", "d_model", "n_head", "block", "d_mlp"])
+@pytest.mark.parametrize("value", [10**12, 10**30, -(10**30), "8", True, [], 1e300])
+def test_a_config_with_a_size_that_cannot_be_is_refused(tmp_path, name, value):
+    leaf(1).save(tmp_path)
+    assert "does not" in refusal(tmp_path, lambda d: d["config"].update({name: value}))
+
+
+@pytest.mark.parametrize("name", leaf_files.COUNTERS)
+@pytest.mark.parametrize("value", [-5, 1.9, "3", True, float("inf"), None])
+def test_a_counter_that_cannot_be_is_refused_by_name(tmp_path, name, value):
+    leaf(1).save(tmp_path)
+    assert f"{name}={value!r} must be" in refusal(tmp_path, lambda d: d["training"].update({name: value}))
+
+
+RECORD = {
+    "loss": 1.0,
+    "step": 1,
+    "epoch": 0,
+    "learning_rate": 0.1,
+    "grad_norm": "inf",
+    "targets": 3,
+    "seconds": None,
+    "skipped": False,
+    "evaluation": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("loss", "abc"),
+        ("loss", None),
+        ("loss", True),
+        ("loss", []),
+        ("loss", float("nan")),
+        ("grad_norm", "1.0"),
+        ("evaluation", "abc"),
+        ("step", 1.5),
+        ("epoch", -1),
+        ("targets", "3"),
+        ("learning_rate", "inf"),
+        ("seconds", -1.0),
+        ("skipped", 0),
+    ],
+)
+def test_a_step_that_cannot_have_been_is_refused_by_name(tmp_path, name, value):
+    leaf(1).save(tmp_path)
+    assert f"history {name}=" in refusal(tmp_path, lambda d: d.update(history=[{**RECORD, name: value}]))
+
+
+def test_a_history_with_losses_that_were_not_finite_is_read_back(tmp_path):
+    leaf(1).save(tmp_path)
+    described = json.loads((tmp_path / "leaf.json").read_text())
+    described["history"] = [{**RECORD, "loss": "-inf"}]
+    (tmp_path / "leaf.json").write_text(json.dumps(described))
+    (record,) = StreamingTransformerLeaf.load(tmp_path).history
+    assert record.to_dict() == {**RECORD, "loss": float("-inf"), "grad_norm": float("inf")}
