@@ -48,6 +48,8 @@ class CausalLM(nn.Module):
             divide, or heads of odd width with rotary positions.
     """
 
+    uses_all_parameters = True  # in every forward pass, so that replicas need not look for those without a gradient
+
     def __init__(
         self,
         vocab: int,

@@ -120,7 +120,8 @@ def wrap(
 ) -> Callable[..., Tensor]:
     """Prepare ``module`` in place and return what to call in a training step: it, or a DDP wrapper of it.
 
-    A module that was sharded before is taken as it is.
+    A module that was sharded before is taken as it is. Replicas look at which parameters each forward pass used, unless
+    the module's class itself has ``uses_all_parameters = True``.
 
     Raises:
         ValueError: no parameter to train, no ``blocks`` to checkpoint, modules that differ between ranks, or a module
@@ -138,7 +139,7 @@ def wrap(
     if ranks.world > 1:
         start_from_rank_0(module, ranks)
     if wrapping == "ddp":
-        return replicate(module, device)
+        return replicate(module, device, conditional=vars(type(module)).get("uses_all_parameters") is not True)
     if wrapping == "fsdp":
         _shard(module, ranks, device, precision, settings)
     return module
@@ -215,12 +216,17 @@ def start_from_rank_0(module: nn.Module, ranks: Ranks) -> None:
 
 
 def replicate(
-    module: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None
+    module: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None, *, conditional: bool = False
 ) -> DistributedDataParallel:
-    """Return a DDP wrapper over a group's ranks, all by default, which have the same parameters already."""
+    """Return a DDP wrapper over a group's ranks, all by default, which have the same parameters already.
+
+    Args:
+        conditional: a forward pass may leave parameters out; one that all ranks leave out has no gradient.
+    """
     takes = inspect.signature(DistributedDataParallel.__init__).parameters
     in_forward = "forward_sync_buffers" if "forward_sync_buffers" in takes else "broadcast_buffers"  # before torch 2.13
     flags: dict[str, Any] = {in_forward: False, "init_sync": False, "gradient_as_bucket_view": True}
+    flags["find_unused_parameters"] = conditional
     ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(module, device_ids=ids, process_group=group, **flags)
 

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conditional import Conditional
 from torchrun import launch
 
 from mixle import seq_encode, seq_estimate
+from mixle.models.streaming_transformer_leaf import StreamingTransformerLeafEstimator
 from mixle.stats.markov_chain import MarkovChainEstimator
+from mixle.training import TrainingOptions
+from mixle.utils.parallel.torch_neural import StreamingTokenEncodedData
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 PROGRAM = Path(__file__).parent / "programs" / "streaming_handle.py"
@@ -153,6 +157,18 @@ def test_bf16_keeps_float32_parameters_and_trains(reports):
 def test_optimize_and_initialize_start_every_rank_from_rank_0s_module(reports):
     assert everywhere(reports, "optimize") == ["StreamingTransformerLeaf", True]
     assert everywhere(reports, "initialize") is True
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_parameters_that_some_forward_passes_leave_out_are_trained_as_in_one_process(reports, accumulation):
+    module, options = Conditional(17), TrainingOptions(gradient_accumulation=accumulation)
+    how = {"block": 8, "batch_size": 4, "targets": "all", "sampling": "global", "epochs": 2, "training": options}
+    seq_estimate(StreamingTokenEncodedData(TOKENS, **how), StreamingTransformerLeafEstimator(module, 0.01))
+    trained = everywhere(reports, f"conditional, {accumulation}")
+    assert trained.keys() == dict(module.named_parameters()).keys()
+    for name, p in module.named_parameters():
+        np.testing.assert_allclose(trained[name], p.detach().numpy(), rtol=0, atol=1e-4)
+    assert everywhere(reports, f"conditional, {accumulation}, equal") is True
 
 
 def test_a_markov_chain_on_the_stream_counts_transitions_across_the_shards_edge_once(reports):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from conditional import Conditional
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torchrun import error_of, report, wait_for_report
@@ -185,6 +186,16 @@ with handle_on(epochs=2) as handle:
     results["initialize"] = equal_everywhere(initial)
     chain = seq_estimate(handle, MarkovChainEstimator())
     results["chain"] = [chain.to_dict(), seq_log_density_sum(handle, chain)]
+
+# ---- parameters that a forward pass leaves out on one rank or on all
+
+for accumulation in (1, 2):
+    options = TrainingOptions(gradient_accumulation=accumulation)
+    with handle_on(sampling="global", parallel="ddp", batch_size=2, epochs=2, training=options) as handle:
+        module = Conditional(VOCAB)
+        leaf = seq_estimate(handle, estimator(module))
+        results[f"conditional, {accumulation}"] = {n: p.tolist() for n, p in module.named_parameters()}
+        results[f"conditional, {accumulation}, equal"] = equal_everywhere(leaf)
 
 # ---- five tokens of work
 
