@@ -78,10 +78,8 @@ class ComponentStack(ABC):
         return Likelihoods(joint, joint.sum(axis=0), top, block)
 
     @abstractmethod
-    def add(
-        self, block: Any, weights: np.ndarray, mass: np.ndarray, accumulators: Sequence[StatisticAccumulator]
-    ) -> None:
-        """Add a scored block's rows with ``(k, n)`` weights, which add up to ``mass``, ``(k,)``.
+    def add(self, block: Any, weights: np.ndarray, accumulators: Sequence[StatisticAccumulator]) -> np.ndarray:
+        """Add a scored block's rows with ``(k, n)`` weights, and return what these add up to, ``(k,)``.
 
         They may reach the accumulators only at :meth:`finish`.
         """
@@ -105,31 +103,34 @@ class TurnStack(ComponentStack):
             np.add(dist.seq_log_density(enc), log_w, out=row)
         return joint, encs
 
-    def add(
-        self, block: Any, weights: np.ndarray, mass: np.ndarray, accumulators: Sequence[StatisticAccumulator]
-    ) -> None:
+    def add(self, block: Any, weights: np.ndarray, accumulators: Sequence[StatisticAccumulator]) -> np.ndarray:
         for accumulator, enc, w, dist in zip(accumulators, block, weights, self.dists, strict=True):
             accumulator.seq_update(enc, w, dist)
+        return np.asarray(weights.sum(axis=1))
 
 
 class LinearStack(ComponentStack):
-    """Leaf components of one family, by its linear kernel."""
+    """Leaf components of one family, by its linear kernel.
+
+    Behind the kernel's features comes a row of ones, so that the products add the constants and the weights too.
+    """
 
     def __init__(self, kernel: LinearKernel, log_w: np.ndarray) -> None:
         self.kernel = kernel
-        self.constants = (kernel.constants + log_w)[:, None]
         self.peak = float(np.max(kernel.peaks + log_w))
+        constants = (kernel.constants + log_w)[:, None]
+        self.coefficients = np.concatenate([kernel.coefficients, constants], axis=1)
+        self.below_peak = np.concatenate([kernel.coefficients, constants - self.peak], axis=1)
         self.near_peak = True
         self.joint, self.features = Workspace(), Workspace()
-        k, features = kernel.coefficients.shape
+        k, features = self.coefficients.shape
         self.row_bytes = 8 * features + 16 * k
-        self.weight = np.zeros(k)
         self.totals = np.zeros((k, features))
 
     def likelihoods(self, encs: Sequence[LeafEncoding]) -> Likelihoods:
         """Return a block's weighted likelihoods, scaled by the largest that there can be where all rows are near it."""
         if self.near_peak:
-            joint, block = self._score(encs, self.constants - self.peak)
+            joint, block = self._score(encs, self.below_peak)
             np.maximum(joint, _LEAST_EXPONENT, out=joint)
             np.exp(joint, out=joint)
             total = joint.sum(axis=0)
@@ -139,28 +140,27 @@ class LinearStack(ComponentStack):
         return super().likelihoods(encs)
 
     def score(self, encs: Sequence[LeafEncoding]) -> tuple[np.ndarray, Any]:
-        return self._score(encs, self.constants)
+        return self._score(encs, self.coefficients)
 
-    def _score(self, encs: Sequence[LeafEncoding], constants: np.ndarray) -> tuple[np.ndarray, Any]:
-        k, count = self.kernel.coefficients.shape
+    def _score(self, encs: Sequence[LeafEncoding], coefficients: np.ndarray) -> tuple[np.ndarray, Any]:
+        k, count = coefficients.shape
         n = len(encs[0])
         features = self.features.array(count, n)
-        self.kernel.write_features(encs[0], features)
-        joint = np.matmul(self.kernel.coefficients, features, out=self.joint.array(k, n))
-        joint += constants
+        self.kernel.write_features(encs[0], features[:-1])
+        features[-1] = 1.0
+        joint = np.matmul(coefficients, features, out=self.joint.array(k, n))
         if encs[0].impossible is not None:
             joint[:, encs[0].impossible] = -np.inf
         return joint, features
 
-    def add(
-        self, block: np.ndarray, weights: np.ndarray, mass: np.ndarray, accumulators: Sequence[StatisticAccumulator]
-    ) -> None:
-        self.weight += mass
-        self.totals += weights @ block.T
+    def add(self, block: np.ndarray, weights: np.ndarray, accumulators: Sequence[StatisticAccumulator]) -> np.ndarray:
+        totals = weights @ block.T
+        self.totals += totals
+        return np.asarray(totals[:, -1])
 
     def finish(self, accumulators: Sequence[StatisticAccumulator]) -> None:
-        for accumulator, weight, totals in zip(accumulators, self.weight, self.totals, strict=True):
-            accumulator.combine(self.kernel.statistic(weight, totals))
+        for accumulator, totals in zip(accumulators, self.totals, strict=True):
+            accumulator.combine(self.kernel.statistic(totals[-1], totals[:-1]))
 
 
 def stack_components(

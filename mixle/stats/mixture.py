@@ -253,10 +253,8 @@ class MixtureAccumulator(StatisticAccumulator):
                 self.impossible += float(weights[start:stop][lost].sum())
                 total[lost] = 1.0
             joint *= weights[start:stop] / total
-            mass = joint.sum(axis=1)
-            mass[mass <= MIN_MASS] = 0.0
-            self.counts = self.counts + mass
-            stack.add(block, joint, mass, self.accumulators)
+            mass = stack.add(block, joint, self.accumulators)
+            self.counts = self.counts + np.where(mass <= MIN_MASS, 0.0, mass)
         stack.finish(self.accumulators)
 
     def seq_initialize(self, enc: MixtureEncoding, weights: np.ndarray, rng: RowDraws) -> None:
