@@ -56,7 +56,9 @@ def plot_loss(
     axes.plot(seen, smooth(losses), color=TRAINING, linewidth=2, label="transformer, training (smoothed)")
     if heldout:
         at, bits = zip(*heldout, strict=True)
-        axes.plot(at, bits, "o", color=HELDOUT, markersize=6, clip_on=False, label="transformer, held-out", zorder=4)
+        axes.plot(
+            at, bits, "o", color=HELDOUT, markersize=6, clip_on=False, label="transformer, sample of held-out", zorder=4
+        )
     names = sorted(others, key=others.__getitem__)
     labels_at = spread([others[name] for name in names], apart=0.32)
     for color, name, label_at in zip(OTHERS, names, labels_at, strict=False):

@@ -75,6 +75,14 @@ class StreamingTransformerLeaf(ProbabilityDistribution):
         self._steps = len(self.state.history)
         self._vocab: int | None = getattr(module, "vocab", vocab)
 
+    # A module is equal to itself only: comparing weights is the caller's decision, and may be a collective call.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        steps = f"{self.state.step} optimizer steps"
+        return f"StreamingTransformerLeaf({type(self.module).__name__} on {self.device}, {steps})"
+
     # ---- the distribution
 
     @property
