@@ -96,7 +96,8 @@ class Sleeping:
 
 
 def test_workers_that_miss_the_deadline_are_named():
-    handle = pool([1.0, 2.0], GaussianEstimator(), num_workers=2, deadline_s=0.2)
+    handle = pool([1.0, 2.0], GaussianEstimator(), num_workers=2)
+    handle.deadline_s = 0.2
     with pytest.raises(RuntimeError, match=r"workers 0, 1 did not answer log_density_sum within deadline_s=0\.2"):
         mixle.seq_log_density_sum(handle, Sleeping())
 
