@@ -154,7 +154,7 @@ class LinearStack(ComponentStack):
         return joint, features
 
     def add(self, block: np.ndarray, weights: np.ndarray, accumulators: Sequence[StatisticAccumulator]) -> np.ndarray:
-        totals = weights @ block.T
+        totals = (block @ weights.T).T  # this way round BLAS packs the smaller operand
         self.totals += totals
         return np.asarray(totals[:, -1])
 
