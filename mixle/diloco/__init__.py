@@ -1,0 +1,7 @@
+"""Training across sites that share nothing but a bucket (DiLoCo)."""
+
+from __future__ import annotations
+
+from mixle.diloco import serialization
+
+__all__ = ["serialization"]
