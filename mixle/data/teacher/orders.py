@@ -1,0 +1,241 @@
+"""What a student knows of each of its slots: who may write there, and what may be handed out.
+
+One row per slot, all columns arrays, no input or output: whoever owns it sends what :meth:`Orders.place` returns and
+reports what it hears. The rule behind every line: a slot is ordered again only when nobody can still write into it.
+
+======== ================================== ==============================================================
+state    meaning                            leaves it when
+======== ================================== ==============================================================
+FREE     may be ordered                     :meth:`~Orders.place`: ORDERED
+ORDERED  the broker has the order           its header is complete: READY; :meth:`~Orders.ended`: FREE;
+                                            superseded: DRAINING; its writer fell silent: LOST
+LOST     a silent worker may still write    its header is complete: READY; ended, or the writer died: FREE
+DRAINING of an older generation, and a      its header is complete, ended, or the writer died: FREE
+         worker may still write
+READY    complete, not handed out           :meth:`~Orders.take`: HELD; superseded: FREE
+HELD     its reader has it                  :meth:`~Orders.release`: FREE
+======== ================================== ==============================================================
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Hashable
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mixle.data.teacher.messages import U64, Order
+from mixle.utils.exact import require_positive_int
+
+__all__ = ["Orders", "SlotState"]
+
+
+class SlotState(IntEnum):
+    """See the table at the top of the module."""
+
+    FREE = 0
+    ORDERED = 1
+    LOST = 2
+    DRAINING = 3
+    READY = 4
+    HELD = 5
+
+
+FREE, ORDERED, LOST, DRAINING, READY, HELD = (int(state) for state in SlotState)
+
+
+class Orders:
+    """Account for ``slot_count`` slots that are handed out in groups of ``size`` neighbours.
+
+    Slots beyond the last whole group are never ordered.
+
+    Raises:
+        TypeError, ValueError: an argument is not a positive integer, or no group fits.
+    """
+
+    def __init__(self, slot_count: int, *, size: int = 1) -> None:
+        slot_count = require_positive_int(slot_count, "slot_count")
+        self.size = require_positive_int(size, "size")
+        if self.size > slot_count:
+            raise ValueError(
+                f"size={self.size} does not fit slot_count={slot_count}; "
+                f"have at least {self.size} slots, better {2 * self.size}"
+            )
+        self.usable = slot_count // self.size * self.size
+        self.state: NDArray[np.uint8] = np.zeros(self.usable, np.uint8)
+        self.token: NDArray[np.uint64] = np.zeros(self.usable, np.uint64)
+        self.generation: NDArray[np.uint64] = np.zeros(self.usable, np.uint64)
+        self._order: NDArray[np.uint64] = np.zeros(self.usable, np.uint64)
+        self._writers: dict[int, Hashable] = {}
+        self._ready: deque[int] = deque()
+        self._runs: list[tuple[int, int, int, int]] | None = None
+        self._next_token = secrets.randbits(64)
+
+    @property
+    def free(self) -> int:
+        """The number of slots that could be ordered now."""
+        return int(np.count_nonzero(self.state == FREE))
+
+    @property
+    def outstanding(self) -> int:
+        """The number of slots whose sample may still come."""
+        return int(np.count_nonzero((self.state == ORDERED) | (self.state == LOST)))
+
+    @property
+    def ready(self) -> int:
+        """The number of groups that could be taken now."""
+        return len(self._ready)
+
+    @property
+    def writers(self) -> set[Hashable]:
+        """The silent writers that LOST and DRAINING slots wait for."""
+        return set(self._writers.values())
+
+    @property
+    def stuck(self) -> bool:
+        """Whether no group can be handed out or ordered until a silent writer ends or the reader releases one."""
+        groups = self.state.reshape(-1, self.size)
+        waits = np.zeros(self.usable, bool)
+        waits[list(self._writers)] = True
+        return bool(((groups == HELD).any(axis=1) | waits.reshape(groups.shape).any(axis=1)).all())
+
+    def runs(self) -> list[tuple[int, int, int, int]]:
+        """Return what may still be completed: (first, count, token, generation) of neighbours with tokens in turn."""
+        if self._runs is None:
+            is_open = (self.state >= ORDERED) & (self.state <= DRAINING)
+            breaks = (np.diff(self.token) != 1) | (np.diff(self.generation) != 0)
+            self._runs = [
+                (first, count, int(self.token[first]), int(self.generation[first]))
+                for first, count in _runs(is_open, breaks)
+            ]
+        return self._runs
+
+    def place(self, generation: int) -> list[Order]:
+        """Order every free slot: one order for each run of neighbours."""
+        orders = []
+        self._runs = None
+        for first, count in _runs(self.state == FREE):
+            order_id = secrets.token_bytes(8)
+            token, self._next_token = self._next_token, (self._next_token + count) & U64
+            slots = slice(first, first + count)
+            self.state[slots] = ORDERED
+            self.token[slots] = np.uint64(token) + np.arange(count, dtype=np.uint64)
+            self.generation[slots] = generation
+            self._order[slots] = int.from_bytes(order_id, "little")
+            orders.append(Order(order_id, first, count, token, generation))
+        return orders
+
+    def landed(self, complete: NDArray[np.bool_], *, first: int = 0) -> None:
+        """Note the slots from ``first`` on whose headers say that what they were ordered for is there."""
+        state = self.state[first : first + len(complete)]
+        drained = complete & (state == DRAINING)
+        arrived = complete & ((state == ORDERED) | (state == LOST))
+        if not (drained.any() or arrived.any()):
+            return
+        self._runs = None
+        state[drained] = FREE
+        state[arrived] = READY
+        if self._writers:
+            self._forget_writers(np.flatnonzero(drained | arrived) + first)
+        groups = (np.flatnonzero(arrived) + first) // self.size
+        for group in np.unique(groups).tolist():
+            slots = slice(group * self.size, (group + 1) * self.size)
+            if (self.state[slots] == READY).all():
+                self._ready.append(slots.start)
+
+    def ended(self, order_id: bytes, first: int, count: int) -> int:
+        """Free the slots of an order that nobody will write into any more; return how many were still waited for."""
+        slots = self._of(order_id, first, count)
+        awaited = int(np.count_nonzero(self.state[slots] != DRAINING))
+        self._free(slots)
+        return awaited
+
+    def lost(self, order_id: bytes, first: int, count: int, *, writer: Hashable, dead: bool) -> int:
+        """Note that ``writer`` will not finish these slots; unless it is dead it may still write. Return how many."""
+        slots = self._of(order_id, first, count)
+        if dead:
+            self._free(slots)
+        else:
+            self.state[slots[self.state[slots] == ORDERED]] = LOST
+            self._writers.update(dict.fromkeys(slots.tolist(), writer))
+        return len(slots)
+
+    def writer_died(self, writer: Hashable) -> None:
+        """Free every slot that waits for ``writer``."""
+        self._free(np.array([slot for slot, who in self._writers.items() if who == writer], np.intp))
+
+    def supersede(self, generation: int) -> int:
+        """Give up everything older than ``generation`` but what is held; return how many complete samples that were."""
+        old = self.generation < generation
+        stale = old & (self.state == READY)
+        self.state[old & ((self.state == ORDERED) | (self.state == LOST))] = DRAINING
+        self.state[stale] = FREE
+        self._runs = None
+        ready = [first for first in self._ready if self.state[first] == READY]
+        self._ready.clear()
+        self._ready.extend(ready)
+        return int(np.count_nonzero(stale))
+
+    def take(self) -> int | None:
+        """Return the first slot of a complete group, now held; None if there is none."""
+        if not self._ready:
+            return None
+        first = self._ready.popleft()
+        self.state[first : first + self.size] = HELD
+        return first
+
+    def release(self, first: int) -> None:
+        """Free the held group that starts at slot ``first``.
+
+        Raises:
+            ValueError: no such group is held.
+        """
+        if not 0 <= first < self.usable or first % self.size or self.state[first] != HELD:
+            raise ValueError(f"slot_id={first} is not held; release what was handed out, once")
+        self.state[first : first + self.size] = FREE
+
+    def unfinished(self) -> list[Order]:
+        """Return what a broker that knows nothing must be told again: ordered, neither complete nor given up.
+
+        What is DRAINING becomes FREE: the new broker keeps others out of slots that a worker says it still holds.
+        """
+        draining = np.flatnonzero(self.state == DRAINING)
+        self._free(draining[[slot not in self._writers for slot in draining.tolist()]] if len(draining) else draining)
+        orders = []
+        for first, count in _runs(self.state == ORDERED, np.diff(self._order) != 0):
+            order_id = int(self._order[first]).to_bytes(8, "little")
+            orders.append(Order(order_id, first, count, int(self.token[first]), int(self.generation[first])))
+        return orders
+
+    def _of(self, order_id: bytes, first: int, count: int) -> NDArray[np.intp]:
+        """Return the open slots of an order within a range that a message claims."""
+        if not 0 <= first < first + count <= self.usable:
+            return np.zeros(0, np.intp)
+        slots = slice(first, first + count)
+        state = self.state[slots]
+        mine = self._order[slots] == np.uint64(int.from_bytes(order_id, "little"))
+        return np.flatnonzero(mine & (state >= ORDERED) & (state <= DRAINING)) + first
+
+    def _free(self, slots: NDArray[np.intp]) -> None:
+        self._runs = None
+        self.state[slots] = FREE
+        self._forget_writers(slots)
+
+    def _forget_writers(self, slots: NDArray[np.intp]) -> None:
+        for slot in slots.tolist() if self._writers else ():
+            self._writers.pop(slot, None)
+
+
+def _runs(mask: NDArray[np.bool_], breaks: NDArray[np.bool_] | None = None) -> list[tuple[int, int]]:
+    """Return (first, count) of each run of True; ``breaks[i]`` ends a run between rows i and i + 1."""
+    edges = np.diff(np.concatenate(([False], mask, [False])))
+    starts, stops = edges & np.append(mask, False), edges & np.append(False, mask)
+    if breaks is not None:
+        between = breaks & mask[:-1] & mask[1:]
+        starts[1:-1] |= between
+        stops[1:-1] |= between
+    first, last = np.flatnonzero(starts), np.flatnonzero(stops)
+    return list(zip(first.tolist(), (last - first).tolist(), strict=True))
