@@ -1,0 +1,132 @@
+"""Close a round: take what its learners published, merge it, and take the outer optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from mixle.diloco.algorithm import DiLoCo
+from mixle.diloco.merge import clip_factors, mean_cosine, merge_deltas, norm
+from mixle.diloco.outer import final_step, nesterov_step, publish
+from mixle.diloco.parameters import Arrays
+from mixle.diloco.records import Contribution, Rejection, Snapshot
+from mixle.diloco.weights import Work, shares
+
+__all__ = ["Closed", "Offer", "close"]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A snapshot and its delta, finite."""
+
+    snapshot: Snapshot
+    delta: Arrays
+
+
+@dataclass(frozen=True)
+class Closed:
+    """What a round makes of a fragment.
+
+    Attributes:
+        theta: the parameters that all sites move to.
+        master: the outer optimizer's own, which are ``theta`` itself unless the update is quantized.
+        momentum: the outer optimizer's.
+        update: ``theta`` minus what it was, where that is quantized.
+    """
+
+    theta: Arrays
+    master: Arrays
+    momentum: Arrays
+    update: Arrays | None
+    contributions: tuple[Contribution, ...]
+    rejections: tuple[Rejection, ...]
+    cosine: float | None
+
+
+def close(
+    algorithm: DiLoCo,
+    offers: list[Offer],
+    *,
+    theta: Arrays,
+    master: Arrays,
+    momentum: Arrays,
+    embeddings: frozenset[str],
+    quantize: Callable[[Arrays], Arrays] | None,
+) -> Closed:
+    """Return what a round makes of a fragment; its arguments are left alone.
+
+    Snapshots that are all a learner's last are added whole, without momentum: nobody is left to correct a step too far.
+
+    Args:
+        offers: the accepted snapshots; those of a learner that had nothing to add count for nothing.
+        theta, master, momentum: the fragment before.
+        embeddings: names that are merged by the mean.
+        quantize: rounds an update to the run's format and back; None publishes the parameters themselves.
+    """
+    offers = [offer for offer in sorted(offers, key=lambda offer: offer.snapshot.learner) if offer.snapshot.steps]
+    new_master = {name: array.copy() for name, array in master.items()}
+    new_momentum = {name: array.copy() for name, array in momentum.items()}
+    norms = [norm(offer.delta) for offer in offers]
+    factors = clip_factors(norms, [offer.snapshot.steps for offer in offers])
+    weights = shares([Work(offer.snapshot.tokens, offer.snapshot.steps) for offer in offers]) if offers else []
+    rejections: tuple[Rejection, ...] = ()
+    if offers:
+        merged = merge_deltas(
+            algorithm.merge, [offer.delta for offer in offers], weights, factors=factors, embeddings=embeddings
+        )
+        final = all(offer.snapshot.final for offer in offers)
+        _step(algorithm, new_master, new_momentum, merged, final=final)
+        if not _finite(new_master) or not _finite(new_momentum):
+            why = "overflow: the outer step is not finite"
+            rejections = tuple(Rejection(offer.snapshot.learner, why) for offer in offers)
+            new_master = {name: array.copy() for name, array in master.items()}
+            new_momentum = {name: array.copy() for name, array in momentum.items()}
+            offers, norms, factors, weights = [], [], [], []
+    new_theta, update = new_master, None
+    if quantize is not None:
+        new_theta, update = _published(theta, new_master, quantize)
+    contributions = tuple(
+        Contribution(
+            offer.snapshot.learner,
+            offer.snapshot.payload.digest if offer.snapshot.payload else "0" * 64,
+            offer.snapshot.steps,
+            offer.snapshot.tokens,
+            weight,
+            size,
+            factor,
+            offer.snapshot.final,
+        )
+        for offer, weight, size, factor in zip(offers, weights, norms, factors, strict=True)
+    )
+    cosine = mean_cosine([offer.delta for offer in offers])
+    return Closed(new_theta, new_master, new_momentum, update, contributions, rejections, cosine)
+
+
+def _step(
+    algorithm: DiLoCo, master: Arrays, momentum: Arrays, merged: Arrays, *, final: bool
+) -> None:
+    for name, delta in merged.items():
+        if final:
+            final_step(master[name], delta)
+        else:
+            nesterov_step(
+                master[name],
+                momentum[name],
+                delta,
+                outer_lr=algorithm.outer_lr,
+                outer_momentum=algorithm.outer_momentum,
+            )
+
+
+def _finite(arrays: Arrays) -> bool:
+    return bool(np.isfinite(norm(arrays)))
+
+
+def _published(theta: Arrays, master: Arrays, quantize: Callable[[Arrays], Arrays]) -> tuple[Arrays, Arrays]:
+    new_theta = {name: array.copy() for name, array in theta.items()}
+    update = {}
+    for name, array in new_theta.items():
+        update[name] = publish(array, master[name], lambda change, name=name: quantize({name: change})[name])  # type: ignore[misc]
+    return new_theta, update

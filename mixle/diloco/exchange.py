@@ -1,0 +1,281 @@
+"""What nodes of a run read from the mailbox and write to it, each object checked as it is read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mixle.diloco import compression, names
+from mixle.diloco.algorithm import DiLoCo
+from mixle.diloco.events import Kind
+from mixle.diloco.mailbox import Mailbox, ObjectTooLarge
+from mixle.diloco.parameters import Arrays
+from mixle.diloco.quantization import NonFiniteError
+from mixle.diloco.records import (
+    RECORD_LIMIT,
+    Claim,
+    MalformedRecord,
+    PayloadRef,
+    RoundRecord,
+    RunRecord,
+    Snapshot,
+)
+from mixle.diloco.serialization import Schema, SchemaMismatch, TensorBytes, packed_nbytes
+from mixle.diloco.tensor_codec import WireDType, decode, encode, payload_schema
+
+__all__ = ["CorruptPayload", "Exchange", "read_run"]
+
+Report = Callable[[Kind, int | None, dict[str, Any]], None]
+
+_PAGE = 100
+
+
+class CorruptPayload(RuntimeError):  # noqa: N818  (what it is)
+    """A payload is gone, or is not what the record that names it promises."""
+
+
+class Exchange:
+    """One run in a mailbox.
+
+    Args:
+        mailbox: where it is.
+        schema: the parameters of the model.
+        fragments: the names in each fragment.
+        codec: what this node writes payloads with; it reads all.
+        report: told of what is passed over.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        schema: Schema,
+        fragments: Sequence[Sequence[str]],
+        *,
+        codec: compression.Codec,
+        report: Report,
+    ) -> None:
+        self._mailbox, self._codec, self._report = mailbox, codec, report
+        self._schemas = [Schema(tuple(schema.spec(name) for name in sorted(names_))) for names_ in fragments]
+        self._schema = schema
+        self._told: set[str] = set()
+
+    # ---- the run
+
+    def open_run(self, algorithm: DiLoCo, base: Sequence[Arrays]) -> RunRecord:
+        """Return the record of the run in the mailbox; without one, make it, with ``base`` as first version.
+
+        Raises:
+            AlgorithmMismatch: the run has another algorithm.
+            SchemaMismatch: the run has other parameters.
+            MalformedRecord: ``run.json`` is not a run's record.
+        """
+        data = self._mailbox.get(names.RUN, limit=RECORD_LIMIT)
+        if data is None:
+            refs = tuple(self.put_arrays(0, "base", f, arrays, "F32") for f, arrays in enumerate(base))
+            record = RunRecord(
+                algorithm.to_dict(),
+                tuple((spec.name, spec.dtype, spec.shape) for spec in self._schema.parameters),
+                tuple(schema.names for schema in self._schemas),
+                refs,
+            )
+            if self._mailbox.put_if_absent(names.RUN, record.to_bytes()):
+                return record
+            data = self._mailbox.get(names.RUN, limit=RECORD_LIMIT)
+            assert data is not None
+        record = RunRecord.from_bytes(data)
+        algorithm.require_same(DiLoCo.from_dict(record.algorithm), where="the run in the mailbox")
+        require_same_parameters(record, self._schema)
+        return record
+
+    # ---- rounds
+
+    def newest_round(self) -> RoundRecord | None:
+        """Return the newest commit; one page of keys and, unless somebody left rubbish there, one record."""
+        after = ""
+        while True:
+            keys = self._mailbox.list(names.ROUNDS, after, limit=_PAGE)
+            for key in keys:
+                round_ = names.round_of_record(key)
+                record = None if round_ is None else self.round_record(round_)
+                if record is not None:
+                    return record
+                self._pass_over(key, "no round's record")
+            if len(keys) < _PAGE:
+                return None
+            after = keys[-1]
+
+    def round_record(self, round_: int) -> RoundRecord | None:
+        """Return the record of a round, None if it is not committed."""
+        key = names.round_record(round_)
+        record = self._read(key, RoundRecord)
+        if record is not None and (record.round != round_ or record.fragment != round_ % len(self._schemas)):
+            self._pass_over(key, f"the record of round {record.round}")
+            return None
+        return record
+
+    def commit(self, record: RoundRecord) -> bool:
+        """Write the record of a round, which commits it; False if another was first."""
+        return self._mailbox.put_if_absent(names.round_record(record.round), record.to_bytes())
+
+    # ---- snapshots and claims
+
+    def publish(self, snapshot: Snapshot) -> bool:
+        """Write a snapshot's record; its payload is there. False if this learner has published the round before."""
+        return self._mailbox.put_if_absent(names.snapshot(snapshot.round, snapshot.learner), snapshot.to_bytes())
+
+    def published(self, round_: int) -> list[str]:
+        """Return who has published a round."""
+        learners = []
+        for key in self._mailbox.list(names.snapshots_of(round_)):
+            learner = names.learner_of_snapshot(key)
+            if learner is None:
+                self._pass_over(key, "no snapshot's record")
+            else:
+                learners.append(learner)
+        return learners
+
+    def snapshot(self, round_: int, learner: str) -> Snapshot | None:
+        """Return what a learner published for a round; None, and a report, if it is not what it should be."""
+        key = names.snapshot(round_, learner)
+        snapshot = self._read(key, Snapshot)
+        if snapshot is not None and (snapshot.round, snapshot.learner) != (round_, learner):
+            self._pass_over(key, f"the snapshot of {snapshot.learner} for round {snapshot.round}")
+            return None
+        return snapshot
+
+    def newest_claim(self, round_: int) -> tuple[int, Claim | None] | None:
+        """Return the last attempt to close a round and who makes it, None if nobody has tried."""
+        attempts = [names.attempt_of_claim(key) for key in self._mailbox.list(names.claims_of(round_))]
+        known = [attempt for attempt in attempts if attempt is not None]
+        if not known:
+            return None
+        return max(known), self._read(names.claim(round_, max(known)), Claim)
+
+    def claim(self, claim: Claim) -> bool:
+        """Announce an attempt to close a round; False if another node announced it."""
+        return self._mailbox.put_if_absent(names.claim(claim.round, claim.attempt), claim.to_bytes())
+
+    # ---- payloads
+
+    def put_arrays(
+        self, round_: int, kind: names.PayloadKind, fragment: int, arrays: Arrays, dtype: WireDType
+    ) -> PayloadRef:
+        """Write a payload of a fragment's arrays.
+
+        Raises:
+            NonFiniteError: one is not finite.
+        """
+        return self.put_payload(round_, kind, self.encoded(fragment, arrays, dtype))
+
+    def encoded(self, fragment: int, arrays: Arrays, dtype: WireDType) -> bytes:
+        """Return the bytes of a payload of a fragment's arrays, and raise as :meth:`put_arrays` does."""
+        return self._codec.encode(encode(arrays, self._schemas[fragment], dtype))
+
+    def packed(self, tensors: Mapping[str, TensorBytes]) -> bytes:
+        """Return the bytes of a payload of tensors that are encoded."""
+        return self._codec.encode(tensors)
+
+    def put_payload(self, round_: int, kind: names.PayloadKind, data: bytes) -> PayloadRef:
+        """Write a payload's bytes; that they are there already is the same."""
+        key = names.payload(round_, kind, hashlib.sha256(data).hexdigest(), self._codec.extension)
+        self._mailbox.put_if_absent(key, data)
+        return PayloadRef(key, len(data))
+
+    def get_arrays(self, ref: PayloadRef, fragment: int, dtype: WireDType) -> Arrays:
+        """Return a payload's arrays, float32.
+
+        Raises:
+            CorruptPayload: it is gone, or not the one whose digest its key has, or does not fit the fragment.
+            NonFiniteError: an array is not finite.
+        """
+        schema = self._schemas[fragment]
+        bound = packed_nbytes(payload_schema(schema, dtype).parameters)
+        try:
+            data = self._mailbox.get(ref.key, limit=bound + 4096)
+        except ObjectTooLarge as error:
+            raise CorruptPayload(str(error)) from None
+        if data is None:
+            raise CorruptPayload(f"{ref.key} is gone")
+        if len(data) != ref.nbytes or hashlib.sha256(data).hexdigest() != ref.digest:
+            raise CorruptPayload(f"{ref.key} does not have the sha256 in its name")
+        try:
+            return dict(decode(compression.decode(ref.key, data, max_bytes=bound), schema, dtype))
+        except NonFiniteError:
+            raise
+        except ValueError as error:
+            raise CorruptPayload(f"{ref.key}: {error}") from None
+
+    def own_arrays(self, data: bytes, fragment: int, dtype: WireDType) -> Arrays:
+        """Return what readers of a payload that this node encoded will see."""
+        key = f"own{self._codec.extension}"
+        return dict(decode(compression.decode(key, data, max_bytes=1 << 62), self._schemas[fragment], dtype))
+
+    # ---- what is no longer needed
+
+    def sweep(self, newest: int, keep: int) -> int:
+        """Delete what no node needs once round ``newest`` is committed; return how many objects.
+
+        Deltas go with their round; claims, snapshots and versions ``keep`` rounds later. Records of rounds and the base
+        version stay.
+        """
+        doomed = []
+        for prefix in (names.PAYLOADS, names.SNAPSHOTS, names.CLAIMS):
+            for key in self._mailbox.list(prefix):
+                round_, kind = names.round_of_object(key), names.kind_of_payload(key)
+                if round_ is None:
+                    self._pass_over(key, "nothing of a run")
+                elif kind != "base" and round_ <= (newest if kind == "delta" else newest - keep):
+                    doomed.append(key)
+        self._mailbox.delete(doomed)
+        return len(doomed)
+
+    # ----
+
+    def _read(self, key: str, kind: Any) -> Any:
+        try:
+            data = self._mailbox.get(key, limit=RECORD_LIMIT)
+            return None if data is None else kind.from_bytes(data)
+        except (MalformedRecord, ObjectTooLarge) as error:
+            self._pass_over(key, str(error))
+            return None
+
+    def _pass_over(self, key: str, why: str) -> None:
+        if key not in self._told:
+            self._told.add(key)
+            self._report("foreign", None, {"key": key, "why": why})
+
+
+def require_same_parameters(record: RunRecord, schema: Schema) -> None:
+    """Check that a run trains these parameters.
+
+    Raises:
+        SchemaMismatch: names those that differ, and how.
+    """
+    theirs = {name: (dtype, shape) for name, dtype, shape in record.parameters}
+    ours = {spec.name: (spec.dtype, spec.shape) for spec in schema.parameters}
+    problems = {}
+    for name in theirs.keys() | ours.keys():
+        if theirs.get(name) != ours.get(name):
+            problems[name] = f"is {_told(ours.get(name))} in this model and {_told(theirs.get(name))} in the run"
+    if problems:
+        raise SchemaMismatch(problems)
+
+
+def read_run(mailbox: Mailbox, schema: Schema, *, report: Report) -> tuple[RunRecord, Exchange]:
+    """Return the run in a mailbox, for who only reads it.
+
+    Raises:
+        ValueError: there is none.
+        SchemaMismatch: it has other parameters.
+    """
+    data = mailbox.get(names.RUN, limit=RECORD_LIMIT)
+    if data is None:
+        raise ValueError("there is no run in the mailbox: no site has joined under this prefix yet")
+    record = RunRecord.from_bytes(data)
+    require_same_parameters(record, schema)
+    return record, Exchange(mailbox, schema, record.fragments, codec=compression.Codec(), report=report)
+
+
+def _told(spec: tuple[str, tuple[int, ...]] | None) -> str:
+    return "missing" if spec is None else f"{spec[0]} of shape {spec[1]}"

@@ -1,0 +1,76 @@
+"""The parameters of a model as DiLoCo sees them: named float32 arrays that are read, moved and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mixle.diloco.alignment import Blend, Carry, Overwrite, align
+from mixle.diloco.serialization import DType, ParameterSpec, Schema
+
+__all__ = ["Arrays", "NumpyParameters", "Parameters"]
+
+Arrays = dict[str, NDArray[np.float32]]
+
+
+class Parameters(Protocol):
+    """What an adapter of a framework provides. All methods are called on the thread that trains.
+
+    Attributes:
+        schema: the trainable parameters; what is frozen does not travel.
+        embeddings: names of parameters of which a step moves few rows.
+    """
+
+    schema: Schema
+    embeddings: frozenset[str]
+
+    def read(self, names: Iterable[str]) -> Arrays:
+        """Return copies of the parameters as C-contiguous float32 arrays."""
+        ...
+
+    def align(self, committed: Arrays, reference: Arrays, how: Carry | Overwrite | Blend) -> None:
+        """Bring the parameters that ``committed`` names to it, in place (see :func:`~mixle.diloco.alignment.align`)."""
+        ...
+
+
+class NumpyParameters:
+    """Arrays that their owner trains in place: float32 or float16, writable.
+
+    Args:
+        arrays: by name; kept, not copied.
+        embeddings: names of those of which a step moves few rows.
+
+    Raises:
+        TypeError: an array is of another dtype; names it.
+        ValueError: an array is read-only, or ``embeddings`` names none of them.
+    """
+
+    _DTYPES: Mapping[str, DType] = {"float32": "F32", "float16": "F16"}
+
+    def __init__(self, arrays: Mapping[str, NDArray[np.floating]], *, embeddings: Iterable[str] = ()) -> None:
+        specs = []
+        for name, array in sorted(arrays.items()):
+            dtype = self._DTYPES.get(str(array.dtype))
+            if dtype is None:
+                raise TypeError(f"{name} is {array.dtype}; DiLoCo trains float32 and float16 arrays")
+            if not array.flags.writeable:
+                raise ValueError(f"{name} is read-only; give arrays that can be trained in place")
+            specs.append(ParameterSpec(name, dtype, array.shape))
+        self.schema = Schema(tuple(specs))
+        self.embeddings = frozenset(embeddings)
+        unknown = sorted(self.embeddings - arrays.keys())
+        if unknown:
+            raise ValueError(f"embeddings names {unknown[0]!r}, which is not among the arrays: {', '.join(arrays)}")
+        self._arrays = dict(arrays)
+
+    def read(self, names: Iterable[str]) -> Arrays:
+        """Return copies, float32."""
+        return {name: np.array(self._arrays[name], dtype=np.float32, order="C") for name in names}
+
+    def align(self, committed: Arrays, reference: Arrays, how: Carry | Overwrite | Blend) -> None:
+        """Bring the arrays that ``committed`` names to it, in place."""
+        for name, target in committed.items():
+            align(self._arrays[name], target, reference[name], how)

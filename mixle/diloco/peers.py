@@ -1,0 +1,45 @@
+"""Who takes part in a run right now, and in which role."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from mixle.diloco.lease import Liveness, read_info
+from mixle.diloco.mailbox import Mailbox
+
+__all__ = ["Peers", "Role"]
+
+Role = Literal["both", "learner", "syncer", "either"]
+
+
+class Peers:
+    """The living nodes of a run, as one of them sees them.
+
+    Args:
+        mailbox: where their leases are.
+        liveness: what this node knows of the leases.
+    """
+
+    def __init__(self, mailbox: Mailbox, liveness: Liveness) -> None:
+        self._mailbox, self._liveness = mailbox, liveness
+        self._roles: dict[tuple[str, int | None], Role] = {}
+
+    def is_alive(self, node: str) -> bool:
+        return node in self._liveness.alive
+
+    def learners(self) -> frozenset[str]:
+        """Return the living nodes that train; one that has not said what it does may be one."""
+        return frozenset(node for node in self._liveness.alive if self._role(node) != "syncer")
+
+    def syncers(self) -> frozenset[str]:
+        """Return the living nodes that close rounds and do nothing else."""
+        return frozenset(node for node in self._liveness.alive if self._role(node) == "syncer")
+
+    def _role(self, node: str) -> Role | None:
+        key = (node, self._liveness.epoch(node))
+        if key not in self._roles:
+            said = (read_info(self._mailbox, node) or b"").decode(errors="replace")
+            if said not in get_args(Role):
+                return None
+            self._roles[key] = said  # type: ignore[assignment]
+        return self._roles[key]
