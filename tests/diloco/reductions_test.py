@@ -143,10 +143,10 @@ class Learner:
 
 
 @given(
-    sync_every=st.integers(1, 12),
+    sync_every=st.integers(1, 8),
     fragments=st.integers(1, 4),
     in_flight=st.integers(1, 5),
-    steps=st.lists(st.tuples(st.integers(-9, 9), st.booleans(), st.booleans()), max_size=120),
+    steps=st.lists(st.tuples(st.integers(-9, 9), st.booleans(), st.booleans()), min_size=40, max_size=80),
 )
 def test_carrying_loses_no_step_and_counts_none_twice(sync_every, fragments, in_flight, steps):
     """Commits land late or at once, and some rounds are closed without this learner's snapshot."""
