@@ -109,8 +109,8 @@ def dequantize(elements: TensorBytes, scales: TensorBytes, shape: tuple[int, ...
 
 
 def require_float32(values: object, name: str) -> None:
-    """Raise a ``TypeError`` if ``values`` is not a NumPy array of float32 in the machine's byte order."""
-    if not isinstance(values, np.ndarray):
+    """Raise a ``TypeError`` unless ``values`` is a NumPy array or scalar of float32 in the machine's byte order."""
+    if not isinstance(values, (np.ndarray, np.generic)):
         raise TypeError(f"{name} must be a float32 array, not {type(values).__name__}")
     if values.dtype != np.float32:
         raise TypeError(f"{name} must be a float32 array, not one of {values.dtype}")
