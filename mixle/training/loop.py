@@ -58,6 +58,7 @@ def train(
     options: TrainingOptions,
     ranks: Ranks,
     evaluate: Callable[[], float] | None = None,
+    after_step: Callable[[int], None] | None = None,
 ) -> None:
     """Train ``engine.module`` in place until ``epochs`` more epochs are complete, and move ``state`` on.
 
@@ -65,6 +66,8 @@ def train(
 
     Args:
         evaluate: returns the mean held-out loss; called on every rank after every ``options.evaluation.every``-th step.
+        after_step: called on every rank after every step that moved the parameters, with the step's targets; it may
+            move them too.
 
     Raises:
         ValueError: the ranks are not at the same step, or move parameters differently.
@@ -75,7 +78,7 @@ def train(
     if not epochs:
         return
     _require_same_start(ranks, state, optimizer_options)
-    run = _Run(engine, source, state, epochs, options, optimizer_options, evaluate, ranks)
+    run = _Run(engine, source, state, epochs, options, optimizer_options, evaluate, after_step, ranks)
     with ranks.guard("training"):
         cuda = [run.device] if run.device.type == "cuda" else []
         try:
@@ -115,10 +118,12 @@ class _Run:
         options: TrainingOptions,
         optimizer_options: OptimizerOptions,
         evaluate: Callable[[], float] | None,
+        after_step: Callable[[int], None] | None,
         ranks: Ranks,
     ) -> None:
         self.engine, self.source, self.state, self.options = engine, source, state, options
         self.rates, self.evaluate, self.ranks = optimizer_options, evaluate, ranks
+        self.after_step = after_step
         self.failure: Exception | None = None
         trained = engine.parameters()
         frozen = named_parameters(engine.module).keys() - trained.keys()
@@ -164,6 +169,8 @@ class _Run:
                 "seconds": time.perf_counter() - started,
             }
             self.unsettled.append((loss_sum, facts))  # before what may be interrupted: a step taken has its record
+            if finite and self.after_step is not None:
+                self.after_step(targets)
             facts["evaluation"] = self._evaluation()
             self.progress.advance(loss_sum, self.engine.averaged_over / targets, targets)
             if self.options.callbacks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +25,8 @@ from mixle.training.state import TrainingState
 from mixle.training.token_batches import TokenBatches
 from mixle.training.token_plan import TokenPlan
 from mixle.training.wrap import Parallel, Precision, refuse_replaced_parameters, resolve_wrapping, sharding_of, wrap
+
+Follow = Callable[[Engine[TokenTensors]], Callable[[int], None]]
 
 
 class TokenTrainer:
@@ -84,9 +86,18 @@ class TokenTrainer:
         self.vocabulary: int | None = None
 
     def fit(
-        self, module: nn.Module, device: torch.device, state: TrainingState, optimizer_options: OptimizerOptions
+        self,
+        module: nn.Module,
+        device: torch.device,
+        state: TrainingState,
+        optimizer_options: OptimizerOptions,
+        follow: Follow | None = None,
     ) -> None:
-        """Train ``module`` in place for the schedule's epochs, and move ``state`` on."""
+        """Train ``module`` in place for the schedule's epochs, and move ``state`` on.
+
+        Args:
+            follow: given the engine, returns what is called after every step with its targets.
+        """
         engine = self.prepare(module, device)
         train(
             engine,
@@ -97,6 +108,7 @@ class TokenTrainer:
             options=self._options,
             ranks=self._ranks,
             evaluate=lambda: self._heldout_loss(module, device),
+            after_step=None if follow is None else follow(engine),
         )
 
     def prepare(self, module: nn.Module, device: torch.device) -> Engine[TokenTensors]:

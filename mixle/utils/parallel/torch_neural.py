@@ -19,7 +19,7 @@ from mixle.data.window_spec import Boundary, Targets, WindowSpec
 from mixle.models.streaming_transformer_leaf import StreamingTransformerLeaf, StreamingTransformerLeafEstimator
 from mixle.training import TrainingOptions, TrainingState
 from mixle.training.token_plan import TokenPlan
-from mixle.training.token_trainer import TokenTrainer
+from mixle.training.token_trainer import Follow, TokenTrainer
 from mixle.training.wrap import Parallel, Precision
 from mixle.utils.exact import require_choice, require_exact_bool, require_positive_int
 from mixle.utils.parallel.planner import EncodedDataHandle
@@ -211,13 +211,28 @@ class StreamingTokenEncodedData(EncodedDataHandle):
         """
         if not isinstance(estimator, StreamingTransformerLeafEstimator):
             return self._statistics().estimate(estimator, prev_estimate)
+        return self.train(estimator, prev_estimate)
+
+    def train(
+        self,
+        estimator: StreamingTransformerLeafEstimator,
+        prev_estimate: StreamingTransformerLeaf | None,
+        follow: Follow | None = None,
+    ) -> StreamingTransformerLeaf:
+        """Train the estimator's module as ``seq_estimate`` does.
+
+        Args:
+            estimator, prev_estimate: as in :meth:`pysp_seq_estimate`.
+            follow: given the engine that trains the module, returns what is called on every rank after every step with
+                the step's targets, and may move the parameters.
+        """
         if not isinstance(prev_estimate, (StreamingTransformerLeaf, type(None))):
             raise TypeError(
                 f"prev_estimate must be a StreamingTransformerLeaf or None, not {type(prev_estimate).__name__}"
             )
         start = estimator if prev_estimate is None else prev_estimate
         state = start.state or TrainingState()
-        self._trainer.fit(start.module, estimator.device, state, estimator.options)
+        self._trainer.fit(start.module, estimator.device, state, estimator.options, follow)
         return self._leaf(start.module, estimator, state)
 
     def pysp_seq_initialize(self, estimator: Any, rng: Any, p: float) -> Any:

@@ -202,6 +202,24 @@ def test_ids_are_checked_against_the_vocabulary_of_a_table_that_was_replaced():
         seq_estimate(handle, estimator(module))
 
 
+def test_whoever_follows_the_training_hears_of_every_step_that_moved_it_and_may_move_it_too():
+    heard = []
+
+    def follow(engine):
+        def after_step(targets):
+            heard.append(targets)
+            with torch.no_grad():
+                for p in engine.parameters().values():
+                    p.zero_()
+
+        return after_step
+
+    with handle_on(epochs=1) as handle:
+        leaf = handle.train(estimator(model(tie_embeddings=False)), None, follow)
+    assert heard == [record.targets for record in leaf.history]
+    assert not any(p.any() for p in leaf.module.parameters())
+
+
 def test_no_epochs_return_the_leaf_untrained():
     module = model()
     leaf = seq_estimate(handle_on(epochs=0), estimator(module))
