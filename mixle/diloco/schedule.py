@@ -27,7 +27,8 @@ class Schedule:
         """Rounds that a learner may be ahead of the last commit it applied: ``in_flight``, and at most ``fragments``.
 
         A second snapshot of a fragment taken from the same anchor would hold the first one's work again, and two rounds
-        would apply it twice; so a fragment waits until the round of its last snapshot is known.
+        would apply it twice; so a fragment waits until the round of its last snapshot is known. It follows that the
+        deltas of one round all start from the same commit, that of the round ``fragments`` before.
         """
         return min(self.in_flight, self.fragments)
 
