@@ -113,7 +113,7 @@ class Segment:
         lock = -1
         try:
             lock = _open(name, where, os.O_RDWR)  # one that the mapping, which children inherit, knows nothing of
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_SH)
             _reserve(descriptor, size, where or SHM_DIRECTORY)
             return cls(name, medium, where, mmap.mmap(descriptor, size), lock)
         except BaseException:

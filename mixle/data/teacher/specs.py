@@ -254,14 +254,19 @@ def require_exact(value: Any, spec: TensorSpec, shape: tuple[int, ...]) -> None:
         TypeError: it is neither.
         ValueError: its shape or dtype is another; names the tensor, what was given and what was expected.
     """
-    if not (is_tensor(value) or isinstance(value, (np.ndarray, np.generic))):
+    given: Any
+    wanted: Any
+    if is_tensor(value):
+        given, wanted = value.dtype, getattr(sys.modules["torch"], spec.dtype)
+    elif isinstance(value, (np.ndarray, np.generic)):
+        given, wanted = value.dtype, spec.numpy_dtype
+    else:
         raise TypeError(f"tensor {spec.name!r} must be a torch tensor or a NumPy array, not {type(value).__name__}")
-    if tuple(value.shape) != shape:
+    if value.shape != shape:
         raise ValueError(f"tensor {spec.name!r} has shape {tuple(value.shape)}; its spec says {shape}")
-    given = str(value.dtype).removeprefix("torch.")
-    accepted = (spec.dtype,) if is_tensor(value) or spec.dtype != "bfloat16" else ("bfloat16", "uint16")
-    if given not in accepted:
-        raise ValueError(f"tensor {spec.name!r} has dtype {given}; its spec says {spec.dtype}, and nothing is cast")
+    if given != wanted and str(given) != spec.dtype:  # bfloat16 arrays of other packages are known by their name
+        name = str(given).removeprefix("torch.")
+        raise ValueError(f"tensor {spec.name!r} has dtype {name}; its spec says {spec.dtype}, and nothing is cast")
 
 
 def exact_array(value: Any, spec: TensorSpec) -> NDArray[Any]:

@@ -1,0 +1,88 @@
+"""Remove the memory of processes that died without removing it.
+
+The maker of a segment holds a lock on it as long as it lives. Where no lock is held, the maker is dead if its process
+is gone or the segment is no longer new: a number that another process has by now does not keep it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from pathlib import Path
+
+from mixle.data.teacher.run import slots_directory, start_ticks
+from mixle.data.teacher.segment import SHM_DIRECTORY, SegmentMedium, parse_segment_name, require_run_id, unlink_segment
+
+_NEW_SECONDS = 10.0
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
+
+
+def clean(run_id: str | None = None, *, directory: str | Path | None = None) -> list[str]:
+    """Remove this user's segments in shared memory and files whose makers are dead; return their paths.
+
+    Args:
+        run_id: only those of this run; None for all.
+        directory: the teacher's directory; None for the default one.
+
+    Raises:
+        ValueError: ``run_id`` is not 8 hexadecimal digits.
+        PermissionError: the directory is not this user's alone.
+    """
+    if run_id is not None:
+        require_run_id(run_id)
+    files = slots_directory(directory)
+    removed = _clean_place(SHM_DIRECTORY, "shm", run_id) if SHM_DIRECTORY.is_dir() else []
+    return removed + _clean_place(files, "file", run_id)
+
+
+def _clean_place(place: Path, medium: SegmentMedium, run_id: str | None) -> list[str]:
+    removed = []
+    for name in sorted(os.listdir(place)):
+        try:
+            parts = parse_segment_name(name)
+        except ValueError:
+            continue  # somebody else's
+        wanted = run_id is None or parts.run_id == run_id
+        if wanted and _is_left_over(place / name, parts.pid):
+            unlink_segment(name, medium=medium, directory=place if medium == "file" else None)
+            removed.append(str(place / name))
+    return removed
+
+
+def _is_left_over(path: Path, pid: int) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, PermissionError):
+        return False
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:  # held: its maker lives
+                return False
+            return not _is_running(pid)
+        return not _is_running(pid) or time.time() - status.st_ctime > _NEW_SECONDS
+    finally:
+        os.close(descriptor)
+
+
+def _is_running(pid: int) -> bool:
+    if os.path.exists("/proc/self/stat"):
+        return start_ticks(pid) is not None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
