@@ -12,7 +12,7 @@ class ProtocolError(TeacherError, ValueError):
     """A message that is not what the protocol says; the message names the command and the field."""
 
 
-class VersionMismatch(TeacherError):
+class VersionMismatch(ProtocolError):
     """The two sides speak different versions of the protocol."""
 
 

@@ -76,17 +76,21 @@ class Keys:
         names = ("server_public", "client_public", "client_secret")
         _write(path / CLIENT_FILE, {name: getattr(self, name) for name in names})
 
-    def secure_server(self, socket: Any) -> None:
-        """Make ``socket`` one that admits holders of the client key only (with :class:`Admission`); before it binds.
+    def require_server(self) -> str:
+        """Return the broker's secret.
 
         Raises:
-            ValueError: these keys lack the broker's secret.
+            ValueError: these keys lack it.
         """
         if self.server_secret is None:
-            raise ValueError(f"keys lack {SERVER_FILE}; the broker needs it")
+            raise ValueError(f"keys lack the broker's secret, {SERVER_FILE}; a broker needs it")
+        return self.server_secret
+
+    def secure_server(self, socket: Any) -> None:
+        """Make ``socket`` one that admits holders of the client key only (with :class:`Admission`); before it binds."""
         socket.curve_server = 1
         socket.curve_publickey = self.server_public.encode()
-        socket.curve_secretkey = self.server_secret.encode()
+        socket.curve_secretkey = self.require_server().encode()
 
     def secure_client(self, socket: Any, server_public: bytes | None = None) -> None:
         """Make ``socket`` one that talks to the broker, or to the holder of ``server_public``; before it connects."""

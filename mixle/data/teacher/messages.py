@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from mixle.data.teacher.errors import ProtocolError
+from mixle.data.teacher.errors import ProtocolError, VersionMismatch
 from mixle.data.teacher.run import HOST_ID, RUN_ID, ProcessIdentity
 from mixle.utils.optional_import import optional_import
 
@@ -445,10 +445,10 @@ class Lost(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work(Message):
-    """Broker to worker: fill these slots; ``segments`` has those that this registration was not told of before."""
+    """Broker to worker: fill these slots; ``model`` and ``segments`` have what it was not told since it registered."""
 
     COMMAND = b"WORK"
-    model: ModelState = checked(_MODEL_ROW)
+    model: ModelState | None = checked(_optional(_MODEL_ROW))
     pieces: tuple[WorkPiece, ...] = checked(_rows(_WORK_PIECE, MAX_PIECES, at_least=1))
     segments: tuple[SegmentInfo, ...] = checked(_rows(_SEGMENT, MAX_PIECES))
 
@@ -585,6 +585,11 @@ def parse_news(topic: bytes, body: bytes) -> News:
 
 def _read(kind: type[Message], command: str, values: dict[Any, Any]) -> Message:
     checks = _CHECKS[kind]
+    version = values.get("version", PROTOCOL_VERSION)
+    if type(version) is int and version != PROTOCOL_VERSION and "version" in _FIELDS[kind]:
+        raise VersionMismatch(
+            f"{command} speaks version {version} of the protocol; this side speaks {PROTOCOL_VERSION}"
+        )
     if len(values) != len(checks):
         raise ProtocolError(f"{command} must have the fields {', '.join(_FIELDS[kind]) or '(none)'} and no other")
     read = {}

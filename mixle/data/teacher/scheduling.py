@@ -1,0 +1,753 @@
+"""Who makes which sample: queues, fairness, pieces, tickets and what becomes of them. Pure: no sockets, no clock.
+
+The owner calls in what happened, then :meth:`Scheduler.take` for what is to be sent. Sets of slots are bits of an
+integer. One rule is behind every line: a slot that somebody may still write into is given to nobody else.
+
+=============================== ==================================================================================
+a part of an order is           until
+=============================== ==================================================================================
+queued at the student           a worker has room: it becomes a ticket. Model switched, cancelled: DROPPED
+held back (resent, restart)     a worker says that it has it: its ticket; the time is over: queued
+delayed (to be tried again)     the time is over: queued
+a ticket at a worker            DONE: COMPLETE; FAILED: delayed, or FAILED at the last try; SKIPPED: queued;
+                                worker dead: queued; worker silent: LOST (not final), and still a ticket
+=============================== ==================================================================================
+
+Whatever belongs to an older generation is DROPPED where it would be queued.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count as counter
+from typing import NamedTuple
+
+from mixle.data.teacher import messages
+from mixle.data.teacher.globs import Globs
+from mixle.data.teacher.messages import DONE, FAILED, MAX_PIECES, NO_MODEL, U64, ModelState, Order, Piece
+from mixle.data.teacher.run import ProcessIdentity
+
+PIECE_SECONDS = 0.002
+PIECE_SLOTS = 64
+BACK_OFF_S = 0.05
+LIVES = 10  # workers that may die with a part, or hand it back untouched, before it is given up
+SCANNED = 16
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """Neighbouring slots of one order."""
+
+    order_id: bytes  # empty: a worker has it from an earlier broker, and its student has not asked for it yet
+    first: int
+    count: int
+    token: int
+    generation: int
+    asked_at: float
+    tries: int = 0
+    lives: int = LIVES
+    avoid: Worker | None = None
+    cancelled: bool = False
+
+    def sub(self, first: int, count: int) -> Part:
+        """Return ``count`` slots of it from ``first`` on."""
+        token = (self.token + first - self.first) & U64
+        return Part(
+            self.order_id,
+            first,
+            count,
+            token,
+            self.generation,
+            self.asked_at,
+            self.tries,
+            self.lives,
+            self.avoid,
+            self.cancelled,
+        )
+
+    @property
+    def bits(self) -> int:
+        """Its slots."""
+        return ((1 << self.count) - 1) << self.first
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A part that one worker has; ``open`` are its slots that are not reported yet."""
+
+    ticket: bytes
+    worker: Worker
+    student: Student | None  # None: gone, or not registered yet
+    segment: str
+    part: Part
+    open: int
+    sent_at: float
+    lost: bool = False
+    after: list[Part] = field(default_factory=list)  # what was ordered in the same slots with other tokens
+
+
+@dataclass(slots=True, eq=False)
+class Student:
+    """A registered student, as far as scheduling goes."""
+
+    segment: str
+    slot_count: int
+    packed_bytes: int
+    info: messages.SegmentInfo
+    queue: deque[Part] = field(default_factory=deque)
+    occupied: int = 0  # slots with an order that has had no final word
+    tickets: dict[bytes, Ticket] = field(default_factory=dict)
+    served: int = 0
+    queued: int = 0
+    completed: int = 0
+    failed: int = 0
+    silent: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A registered worker, as far as scheduling goes; ``seconds`` is what one slot takes, None before the first."""
+
+    identity: ProcessIdentity
+    slot_size: int
+    max_batch: int | None
+    globs: Globs
+    prefetch: int
+    seconds: float | None = None
+    tickets: dict[bytes, Ticket] = field(default_factory=dict)
+    outstanding: int = 0
+    told: dict[Student, int] = field(default_factory=dict)
+    told_model: ModelState | None = None
+    next_segment_id: int = 0
+    turn: int = 0
+    serves: bool = False
+    silent: bool = False
+    completed: int = 0
+    failed: int = 0
+
+    @property
+    def target(self) -> int:
+        """Slots that make a good piece for it."""
+        if self.max_batch is not None:
+            return min(self.max_batch, MAX_PIECES)
+        if self.seconds is None:
+            return 1
+        return max(1, min(PIECE_SLOTS, int(PIECE_SECONDS / self.seconds)))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it should get another piece now."""
+        return self.serves and not self.silent and self.outstanding <= (self.prefetch - 1) * self.target
+
+
+class _Delayed(NamedTuple):
+    due: float
+    turn: int
+    student: Student
+    part: Part
+
+
+@dataclass
+class Counts:
+    """What happened since the start, in slots."""
+
+    ordered: int = 0
+    completed: int = 0
+    failed: int = 0
+    retried: int = 0
+    requeued: int = 0
+    stale: int = 0
+    cancelled: int = 0
+    lost: int = 0
+    unknown_tickets: int = 0
+
+
+class Scheduler:
+    """Share workers between students; see the table at the top of the module.
+
+    Args:
+        max_tries: how often a generator may fail with a slot.
+        order_timeout_s: a worker that takes longer is treated as silent about that ticket; None waits for ever.
+        holding_until: resent orders are held back until then, for workers to say what they still have.
+        random: makes the tickets.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tries: int = 3,
+        order_timeout_s: float | None = None,
+        holding_until: float = -math.inf,
+        random: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        self.model = NO_MODEL
+        self.students: dict[Student, None] = {}
+        self.workers: dict[Worker, None] = {}
+        self.counts = Counts()
+        self.latencies: deque[float] = deque(maxlen=4096)
+        self._max_tries, self._order_timeout_s = max_tries, order_timeout_s
+        self._holding_until = holding_until
+        self._random = random
+        self._turns = counter(1)
+        self._waiting: dict[Student, None] = {}
+        self._roomy: dict[Worker, None] = {}
+        self._delayed: list[_Delayed] = []
+        self._held_back: list[tuple[Student, Part]] = []
+        self._queued = 0
+        self._virtual = 0
+        self._serving = 0
+        self._out: list[tuple[Student | Worker, messages.Message]] = []
+        self._complete: dict[Student, list[Piece]] = {}
+        self._dropped: dict[Student, list[Piece]] = {}
+
+    # Who takes part.
+
+    def add_student(self, student: Student, now: float) -> None:
+        """Let a student ask; what workers still have of its segment is tied to it."""
+        student.served = self._virtual
+        self.students[student] = None
+        for worker in self.workers:
+            for ticket in worker.tickets.values():
+                if ticket.student is None and ticket.segment == student.segment:
+                    self._tie(ticket, student, now)
+
+    def restart_student(self, student: Student) -> None:
+        """Forget what it ordered and no worker has; it will send it again."""
+        for part in self._withdraw(student, lambda part: True):
+            student.occupied &= ~part.bits
+        for ticket in student.tickets.values():
+            ticket.after.clear()
+
+    def remove_student(self, student: Student) -> None:
+        """Drop its orders and have workers close its segment."""
+        self.restart_student(student)
+        del self.students[student]
+        for ticket in student.tickets.values():
+            ticket.student = None
+        student.tickets.clear()
+        self._complete.pop(student, None)
+        self._dropped.pop(student, None)
+        for worker in self.workers:
+            segment_id = worker.told.pop(student, None)
+            if segment_id is not None:
+                self._out.append((worker, messages.Retire(segment_ids=(segment_id,))))
+
+    def silence_student(self, student: Student, silent: bool) -> None:
+        """Pass nothing on for a student that does not beat, until it does again."""
+        student.silent = silent
+        self._note_waiting(student)
+
+    def add_worker(self, worker: Worker, held: Iterable[messages.HeldPiece], now: float) -> None:
+        """Let a worker work; ``held`` is what it may still write for an earlier broker."""
+        self.workers[worker] = None
+        worker.serves = worker.globs.match(self.model.model_id)
+        self._serving += worker.serves
+        for piece in held:
+            self._adopt(worker, piece, now)
+        self._note_room(worker)
+
+    def restart_worker(self, worker: Worker, held: Sequence[messages.HeldPiece], now: float) -> None:
+        """Take note of a worker that registered again: what it does not hold never reached it."""
+        ids = {piece.ticket for piece in held}
+        for ticket in [ticket for ticket in worker.tickets.values() if ticket.ticket not in ids]:
+            self._give_back(ticket, ticket.open, now, lives=0)
+        worker.told.clear()
+        worker.told_model = None
+        for piece in held:
+            if piece.ticket not in worker.tickets:
+                self._adopt(worker, piece, now)
+        self.silence_worker(worker, False)
+
+    def recall(self, worker: Worker, tickets: Iterable[bytes], now: float) -> None:
+        """Take back tickets that never reached their worker."""
+        for name in tickets:
+            ticket = worker.tickets.get(name)
+            if ticket is not None:
+                self._give_back(ticket, ticket.open, now, lives=0)
+        self._note_room(worker)
+
+    def remove_worker(self, worker: Worker, now: float, *, died: bool) -> None:
+        """Give what it had to others: it has left, or died, and writes no more."""
+        self._forget_worker(worker)
+        for ticket in list(worker.tickets.values()):
+            if ticket.lost and ticket.student is not None:
+                pieces = tuple(Piece(ticket.part.order_id, *run) for run in runs(ticket.open))
+                if ticket.part.order_id:
+                    self._out.append((ticket.student, messages.Lost(pieces=pieces, worker=worker.identity, dead=True)))
+                self._close(ticket, ticket.open)
+            else:
+                self._give_back(ticket, ticket.open, now, lives=int(died))
+
+    def abandon_worker(self, worker: Worker) -> None:
+        """Forget a worker that has been silent for long, on a machine where nobody can see whether it lives."""
+        self._forget_worker(worker)
+        for ticket in list(worker.tickets.values()):
+            self._close(ticket, ticket.open)
+
+    def silence_worker(self, worker: Worker, silent: bool) -> None:
+        """Give nothing more to a worker that does not beat, and tell the students; or welcome it back."""
+        worker.silent = silent
+        if silent:
+            for ticket in worker.tickets.values():
+                self._lose(ticket)
+        self._note_room(worker)
+
+    # What they say.
+
+    def request(self, student: Student, orders: Iterable[Order], now: float, *, resent: bool = False) -> str | None:
+        """Queue orders; return what is wrong with the first that was refused, if any was."""
+        refusal = None
+        for order in orders:
+            order_id, first, count, token, generation = order
+            if first + count > student.slot_count:
+                refusal = refusal or f"slots {first} to {first + count - 1} of an order: there are {student.slot_count}"
+                continue
+            if generation > self.model.generation:
+                refusal = refusal or f"an order of generation {generation}: it is {self.model.generation}"
+                continue
+            part = Part(order_id, first, count, token, generation, now)
+            taken = student.occupied & part.bits
+            self.counts.ordered += count
+            if not taken:
+                student.occupied |= part.bits
+                self._queue_new(student, part, now, resent)
+            elif resent:
+                self._queue_again(student, part, now)
+            elif taken & ~self._lost_slots(student):
+                refusal = refusal or f"slots {first} to {first + count - 1} of an order: some are in another order"
+            else:
+                for ticket in list(student.tickets.values()):
+                    if ticket.open & taken:
+                        self._close(ticket, ticket.open & taken)
+                student.occupied |= part.bits
+                self._queue_new(student, part, now, resent)
+        return refusal
+
+    def cancel(self, student: Student, order_ids: Iterable[bytes]) -> None:
+        """Drop what no worker has of these orders; what workers have is not tried again."""
+        ids = set(order_ids)
+        for part in self._withdraw(student, lambda part: part.order_id in ids):
+            self.counts.cancelled += part.count
+            self._drop(student, part)
+        for ticket in student.tickets.values():
+            ticket.part.cancelled = ticket.part.cancelled or ticket.part.order_id in ids
+
+    def report(self, worker: Worker, pieces: Iterable[messages.DonePiece], seconds: float, now: float) -> int:
+        """Settle what a worker says of its tickets; return how many pieces were not of any ticket it has."""
+        unknown = slots = 0
+        for ticket_id, first, count, outcome, message in pieces:
+            ticket = worker.tickets.get(ticket_id)
+            bits = ((1 << count) - 1) << first
+            if ticket is None or bits & ~ticket.open:
+                unknown += 1
+                continue
+            slots += count
+            student, part = ticket.student, ticket.part
+            if outcome != DONE:
+                self._not_done(ticket, bits, message, now) if outcome == FAILED else self._give_back(
+                    ticket, bits, now, lives=1, avoid=worker
+                )
+                continue
+            worker.completed += count
+            self.counts.completed += count
+            if student is not None:
+                student.completed += count
+                if part.order_id:
+                    self._complete.setdefault(student, []).append(Piece(part.order_id, first, count))
+                    self.latencies.append(now - part.asked_at)
+            self._close(ticket, bits)
+        self.counts.unknown_tickets += unknown
+        if slots:
+            spent = max(seconds / slots, 1e-7)
+            worker.seconds = spent if worker.seconds is None else 0.7 * worker.seconds + 0.3 * spent
+        self._note_room(worker)
+        return unknown
+
+    def switch(self, model: ModelState) -> None:
+        """Serve another model from now on; what is queued of the one before is dropped."""
+        self.model = model
+        for student in self.students:
+            for part in self._withdraw(student, lambda part: part.generation < model.generation):
+                self.counts.stale += part.count
+                self._drop(student, part)
+        self._serving = 0
+        for worker in self.workers:
+            worker.serves = worker.globs.match(model.model_id)
+            self._serving += worker.serves
+            self._note_room(worker)
+
+    # What follows.
+
+    def next_due(self) -> float:
+        """Return when :meth:`advance` has something to do."""
+        due = self._delayed[0].due if self._delayed else math.inf
+        return min(due, self._holding_until) if self._held_back else due
+
+    def advance(self, now: float) -> None:
+        """Queue what was waiting for its time."""
+        while self._delayed and self._delayed[0].due <= now:
+            _, _, student, part = heapq.heappop(self._delayed)
+            self._queue(student, part, in_front=True)
+        if self._held_back and self._holding_until <= now:
+            held_back, self._held_back = self._held_back, []
+            for student, part in held_back:
+                self._queue(student, part)
+
+    def check_timeouts(self, now: float) -> None:
+        """Tell students of tickets that take longer than ``order_timeout_s``."""
+        if self._order_timeout_s is None:
+            return
+        for worker in self.workers:
+            for ticket in worker.tickets.values():
+                if now - ticket.sent_at > self._order_timeout_s:
+                    self._lose(ticket)
+
+    def take(self, now: float) -> list[tuple[Student | Worker, messages.Message]]:
+        """Give work to whoever has room, and return what is to be sent to whom since the last call."""
+        if self._queued and self._roomy:
+            self._assign(now)
+        out, self._out = self._out, []
+        if self._complete:
+            for student, pieces in self._complete.items():
+                for some in _split(pieces):
+                    out.append((student, messages.Complete(pieces=some)))
+            self._complete = {}
+        if self._dropped:
+            for student, pieces in self._dropped.items():
+                for some in _split(pieces):
+                    out.append((student, messages.Dropped(pieces=some, model=self.model)))
+            self._dropped = {}
+        return out
+
+    @property
+    def queued(self) -> int:
+        """Slots that wait for a worker."""
+        return self._queued + sum(one.part.count for one in self._delayed) + sum(p.count for _, p in self._held_back)
+
+    # The rest is how.
+
+    def _queue_new(self, student: Student, part: Part, now: float, resent: bool) -> None:
+        if resent and now < self._holding_until:
+            self._held_back.append((student, part))
+        else:
+            self._queue(student, part)
+
+    def _queue_again(self, student: Student, part: Part, now: float) -> None:
+        """Queue of a resent order what nobody has: the rest is tied to the tickets that have it, or waits for them."""
+        for ticket in list(student.tickets.values()):
+            self._match(ticket, part)
+            if ticket.lost and ticket.open & part.bits:
+                self._tell_lost(ticket)
+        free = part.bits & ~student.occupied
+        student.occupied |= free
+        for run in runs(free):
+            self._queue_new(student, part.sub(*run), now, True)
+
+    def _match(self, ticket: Ticket, part: Part) -> None:
+        """Recognise in a ticket the slots of ``part`` that it has; with other tokens than its own they wait for it."""
+        shared = ticket.open & part.bits
+        if not shared:
+            return
+        has = ticket.part
+        if has.order_id in (b"", part.order_id) and (has.token - has.first - part.token + part.first) & U64 == 0:
+            has.order_id, has.generation = part.order_id, part.generation
+        else:
+            waiting = [one.sub(*run) for one in ticket.after for run in runs(one.bits & ~shared)]
+            ticket.after = [*waiting, *(part.sub(*run) for run in runs(shared))]
+
+    def _queue(self, student: Student, part: Part, *, in_front: bool = False) -> None:
+        if part.generation < self.model.generation or part.cancelled:
+            if part.cancelled:
+                self.counts.cancelled += part.count
+            else:
+                self.counts.stale += part.count
+            self._drop(student, part)
+            return
+        if not student.queue:
+            student.served = max(student.served, self._virtual)
+        if in_front:
+            student.queue.appendleft(part)
+        else:
+            student.queue.append(part)
+        student.queued += part.count
+        if not student.silent:
+            self._queued += part.count
+            self._waiting[student] = None
+
+    def _note_waiting(self, student: Student) -> None:
+        """Recount a student whose queue or silence changed as a whole."""
+        if student in self._waiting:
+            del self._waiting[student]
+        if student.queue and not student.silent:
+            self._waiting[student] = None
+        self._queued = sum(one.queued for one in self._waiting)
+
+    def _withdraw(self, student: Student, which: Callable[[Part], bool]) -> list[Part]:
+        """Take what ``which`` chooses out of the queue, the delayed and the held back."""
+        withdrawn = [part for part in student.queue if which(part)]
+        if withdrawn:
+            student.queue = deque(part for part in student.queue if not which(part))
+            student.queued = sum(part.count for part in student.queue)
+            self._note_waiting(student)
+        delayed = [one for one in self._delayed if one.student is student and which(one.part)]
+        if delayed:
+            self._delayed = [one for one in self._delayed if one.student is not student or not which(one.part)]
+            heapq.heapify(self._delayed)
+            withdrawn += [one.part for one in delayed]
+        held = [part for whose, part in self._held_back if whose is student and which(part)]
+        if held:
+            self._held_back = [(whose, p) for whose, p in self._held_back if whose is not student or not which(p)]
+            withdrawn += held
+        return withdrawn
+
+    def _drop(self, student: Student, part: Part) -> None:
+        student.occupied &= ~part.bits
+        if part.order_id:
+            self._dropped.setdefault(student, []).append(Piece(part.order_id, part.first, part.count))
+
+    def _close(self, ticket: Ticket, bits: int) -> None:
+        """Nobody writes into ``bits`` of a ticket any more, and their order is settled."""
+        student = ticket.student
+        self._shrink(ticket, bits)
+        if student is None:
+            return
+        student.occupied &= ~bits
+        if not ticket.after:
+            return
+        waiting, ticket.after = ticket.after, []
+        for part in waiting:
+            free = part.bits & bits
+            for run in runs(free):
+                student.occupied |= ((1 << run[1]) - 1) << run[0]
+                self._queue(student, part.sub(*run))
+            ticket.after += [part.sub(*run) for run in runs(part.bits & ~bits)]
+
+    def _close_unwanted(self, ticket: Ticket, bits: int) -> int:
+        """Close what need not be made any more of ``bits`` of a ticket; return the rest."""
+        if ticket.student is None or not ticket.part.order_id:
+            unwanted = bits
+        else:
+            unwanted = 0
+            for part in ticket.after:
+                unwanted |= part.bits & bits
+        if unwanted:
+            self._close(ticket, unwanted)
+        return bits & ~unwanted
+
+    def _shrink(self, ticket: Ticket, bits: int) -> None:
+        ticket.open &= ~bits
+        ticket.worker.outstanding -= bits.bit_count()
+        if not ticket.open:
+            del ticket.worker.tickets[ticket.ticket]
+            if ticket.student is not None:
+                ticket.student.tickets.pop(ticket.ticket, None)
+
+    def _give_back(self, ticket: Ticket, bits: int, now: float, *, lives: int, avoid: Worker | None = None) -> None:
+        """Queue again what a worker will not write; ``lives`` is what this costs it."""
+        bits = self._close_unwanted(ticket, bits)
+        student, part = ticket.student, ticket.part
+        if student is None or not bits:
+            return
+        self._shrink(ticket, bits)
+        left = part.lives - lives
+        for first, count in runs(bits):
+            again = part.sub(first, count)
+            again.lives, again.avoid = left, avoid
+            if left < 0:
+                self._give_up(student, again, f"{LIVES} workers died or left with it, or would not take it")
+            elif avoid is not None and part.generation == self.model.generation:
+                self.counts.requeued += count
+                self._delay(student, again, now + BACK_OFF_S * (1 << (LIVES - left - 1)) / 8)
+            else:
+                self.counts.requeued += count
+                self._queue(student, again, in_front=True)
+
+    def _not_done(self, ticket: Ticket, bits: int, message: str | None, now: float) -> None:
+        ticket.worker.failed += bits.bit_count()
+        bits = self._close_unwanted(ticket, bits)
+        student, part = ticket.student, ticket.part
+        if student is None or not bits:
+            return
+        self._shrink(ticket, bits)
+        for first, count in runs(bits):
+            again = part.sub(first, count)
+            again.tries, again.avoid = part.tries + 1, ticket.worker
+            if again.tries >= self._max_tries and part.generation == self.model.generation and not part.cancelled:
+                self._give_up(student, again, message or "the generator failed")
+            elif part.generation < self.model.generation or part.cancelled:
+                self._queue(student, again)
+            else:
+                self.counts.retried += count
+                self._delay(student, again, now + BACK_OFF_S * (1 << part.tries))
+
+    def _give_up(self, student: Student, part: Part, message: str) -> None:
+        self.counts.failed += part.count
+        student.failed += part.count
+        student.occupied &= ~part.bits
+        failed = messages.Failed(
+            order_id=part.order_id,
+            first_slot=part.first,
+            count=part.count,
+            message=message,
+            tries=max(1, part.tries),
+        )
+        self._out.append((student, failed))
+
+    def _delay(self, student: Student, part: Part, due: float) -> None:
+        heapq.heappush(self._delayed, _Delayed(due, next(self._turns), student, part))
+
+    def _lose(self, ticket: Ticket) -> None:
+        if not ticket.lost:
+            ticket.lost = True
+            self.counts.lost += ticket.open.bit_count()
+            self._tell_lost(ticket)
+
+    def _tell_lost(self, ticket: Ticket) -> None:
+        if ticket.student is not None and ticket.part.order_id:
+            pieces = tuple(Piece(ticket.part.order_id, *run) for run in runs(ticket.open))
+            lost = messages.Lost(pieces=pieces, worker=ticket.worker.identity, dead=False)
+            self._out.append((ticket.student, lost))
+
+    def _lost_slots(self, student: Student) -> int:
+        lost = 0
+        for ticket in student.tickets.values():
+            if ticket.lost:
+                lost |= ticket.open
+        return lost
+
+    def _adopt(self, worker: Worker, piece: messages.HeldPiece, now: float) -> None:
+        """Take up what a worker has of an earlier broker, unless another worker has those slots by now."""
+        if piece.ticket in worker.tickets:
+            return
+        part = Part(b"", piece.first_slot, piece.count, piece.token, self.model.generation, now)
+        ticket = Ticket(piece.ticket, worker, None, piece.segment, part, part.bits, now)
+        worker.tickets[piece.ticket] = ticket
+        worker.outstanding += part.count
+        for student in self.students:
+            if student.segment == piece.segment:
+                self._tie(ticket, student, now)
+
+    def _tie(self, ticket: Ticket, student: Student, now: float) -> None:
+        """Give a ticket its student; orders in its slots that nobody has yet are its own, or wait for it."""
+        bits = ticket.open
+        if bits >> student.slot_count or any(other.open & bits for other in student.tickets.values()):
+            return
+        ticket.student = student
+        student.tickets[ticket.ticket] = ticket
+        wanted = self._withdraw(student, lambda part: bool(part.bits & bits))
+        student.occupied |= bits
+        for part in wanted:
+            self._match(ticket, part)
+            for run in runs(part.bits & ~bits):
+                self._queue_new(student, part.sub(*run), now, True)
+
+    def _forget_worker(self, worker: Worker) -> None:
+        del self.workers[worker]
+        self._serving -= worker.serves
+        self._roomy.pop(worker, None)
+
+    def _note_room(self, worker: Worker) -> None:
+        if worker in self.workers and worker.has_room:
+            self._roomy[worker] = None
+        else:
+            self._roomy.pop(worker, None)
+
+    def _assign(self, now: float) -> None:
+        """Give pieces to workers that have room, the least loaded first, until either runs out."""
+        candidates = list(self._roomy)
+        while candidates and self._queued:
+            worker = min(candidates, key=_load) if len(candidates) > 1 else candidates[0]
+            given = self._give(worker, now)
+            self._note_room(worker)
+            if not given or worker not in self._roomy:
+                candidates.remove(worker)
+
+    def _give(self, worker: Worker, now: float) -> bool:
+        """Send a worker one piece of work, of as many students as it takes; return whether there was any for it."""
+        size = min(worker.target, -(-self._queued // max(1, self._serving)))
+        students = [student for student in self._waiting if student.packed_bytes <= worker.slot_size]
+        pieces: list[messages.WorkPiece] = []
+        segments: list[messages.SegmentInfo] = []
+        while size > 0 and students:
+            student = min(students, key=_served) if len(students) > 1 else students[0]
+            part = self._pop(student, worker, size)
+            if part is None:
+                students.remove(student)
+                continue
+            if not student.queue:
+                students.remove(student)
+            size -= part.count
+            self._virtual = student.served
+            student.served += part.count
+            segment_id = worker.told.get(student)
+            if segment_id is None:
+                segment_id = worker.told[student] = worker.next_segment_id
+                worker.next_segment_id += 1
+                segments.append(student.info._replace(segment_id=segment_id))
+            name = self._random(16)
+            ticket = Ticket(name, worker, student, student.segment, part, part.bits, now)
+            worker.tickets[name] = student.tickets[name] = ticket
+            worker.outstanding += part.count
+            pieces.append(messages.WorkPiece(name, segment_id, part.first, part.count, part.token, part.generation))
+        if not pieces:
+            return False
+        worker.turn = next(self._turns)
+        model = None if worker.told_model is self.model else self.model
+        worker.told_model = self.model
+        self._out.append((worker, messages.Work(model=model, pieces=tuple(pieces), segments=tuple(segments))))
+        return True
+
+    def _pop(self, student: Student, worker: Worker, size: int) -> Part | None:
+        """Take up to ``size`` slots of a student's next part that ``worker`` should try."""
+        queue = student.queue
+        at = 0
+        if queue[0].avoid is worker and self._serving > 1:
+            for at in range(min(SCANNED, len(queue))):
+                if queue[at].avoid is not worker:
+                    break
+            else:
+                return None
+        part = queue[at]
+        if part.count > size:
+            queue[at] = part.sub(part.first + size, part.count - size)
+            part = part.sub(part.first, size)
+        elif at:
+            del queue[at]
+        else:
+            queue.popleft()
+        student.queued -= part.count
+        self._queued -= part.count
+        if not queue:
+            del self._waiting[student]
+        return part
+
+
+def runs(bits: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, count) of each run of neighbouring ones."""
+    at = 0
+    while bits:
+        skipped = (bits & -bits).bit_length() - 1
+        bits >>= skipped
+        at += skipped
+        count = (~bits & (bits + 1)).bit_length() - 1
+        yield at, count
+        bits >>= count
+        at += count
+
+
+def _split(pieces: list[Piece]) -> Iterator[tuple[Piece, ...]]:
+    for start in range(0, len(pieces), MAX_PIECES):
+        yield tuple(pieces[start : start + MAX_PIECES])
+
+
+def _load(worker: Worker) -> tuple[float, int, int]:
+    return worker.outstanding * (worker.seconds or 0.0), worker.outstanding, worker.turn
+
+
+def _served(student: Student) -> int:
+    return student.served
