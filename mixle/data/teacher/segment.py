@@ -253,7 +253,11 @@ def _require_place(medium: SegmentMedium, directory: str | Path | None) -> Path 
 
 
 def _reserve(descriptor: int, size: int, place: Path) -> None:
+    room = os.statvfs(place)
+    free = room.f_bavail * room.f_frsize
     try:
+        if size > free:  # a file system may fill up before it notices
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, 0, size)
         else:
@@ -261,11 +265,10 @@ def _reserve(descriptor: int, size: int, place: Path) -> None:
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        room = os.statvfs(place)
         raise OSError(
             error.errno,
-            f"{size} bytes of slots do not fit in {place}, which has {room.f_bavail * room.f_frsize} of "
-            f"{room.f_blocks * room.f_frsize} bytes free; ask for fewer slots or enlarge it",
+            f"{size} bytes of slots do not fit in {place}, which has {free} of {room.f_blocks * room.f_frsize} bytes "
+            "free; ask for fewer slots or enlarge it",
         ) from error
 
 

@@ -70,6 +70,8 @@ class Slots:
         self._memory = buffer.cast("B")[:size]
         self._words, self._states = self._memory.cast("Q"), self._memory.cast("I")
         self._stride, self._runs = layout.stride, layout.runs
+        # Arrays over an array: one made over a memoryview keeps the memory's object, but does not keep it from closing.
+        self._bytes = np.frombuffer(self._memory, np.uint8)
         self._tokens = self._column("<u8", TOKEN_AT)
         self._generations = self._column("<u8", GENERATION_AT)
         self._lengths = self._column("<u8", LENGTH_AT)
@@ -240,8 +242,13 @@ class Slots:
             self._put(name, rows, value)
         self.seal(first, count, token, generation, checksum=checksum)
 
-    def writable(self, first: int, count: int) -> dict[str, NDArray[Any]]:
-        """Return :meth:`arrays` to be filled in place, before :meth:`seal`."""
+    def writable(self, first: int, count: int, token: int, generation: int) -> dict[str, NDArray[Any]]:
+        """Return :meth:`arrays` to be filled in place, before :meth:`seal`.
+
+        Raises:
+            SlotReassigned: a slot is not of this order.
+        """
+        self._statuses[self._require_order(first, count, token, generation)] = WRITING
         return self.arrays(first, count)
 
     def seal(self, first: int, count: int, token: int, generation: int, *, checksum: bool = False) -> None:
@@ -262,7 +269,7 @@ class Slots:
     def _column(self, dtype: Any, offset: int, shape: tuple[int, ...] = ()) -> NDArray[Any]:
         """Return what lies at ``offset`` of every slot, (slot_count, *shape)."""
         inner = np.empty(shape, dtype).strides
-        return np.ndarray((self.slot_count, *shape), dtype, self._memory, offset, (self.layout.stride, *inner))
+        return np.ndarray((self.slot_count, *shape), dtype, self._bytes, offset, (self.layout.stride, *inner))
 
     def _base(self, slot: int) -> int:
         if not 0 <= slot < self.slot_count:

@@ -85,7 +85,7 @@ GOOD = SlotLayout.of(PAIR).to_wire()
     ],
 )
 def test_a_layout_that_no_peer_of_ours_would_send_is_a_short_value_error(wire):
-    with pytest.raises(ValueError, match="layout|specs") as refusal:
+    with pytest.raises(ValueError, match=r"layout|specs") as refusal:
         SlotLayout.from_wire(wire)
     assert len(str(refusal.value)) < 400
 

@@ -126,7 +126,7 @@ def test_many_samples_are_written_in_one_call(form):
 def test_slots_are_filled_in_place_and_sealed():
     _, slots = make_slots()
     slots.prepare(0, 2, 3, 1)
-    out = slots.writable(0, 2)
+    out = slots.writable(0, 2, 3, 1)
     for name, array in as_arrays({name: torch.stack([t, t]) for name, t in sample(8).items()}).items():
         out[name][...] = array
     assert not slots.complete(0, 2, 3, 1).any()
