@@ -46,6 +46,13 @@ JOIN_S = 5.0
 class Peer:
     """A registered connection to the broker; one thread at a time uses it, any may call ``wake`` and ``close``.
 
+    Attributes:
+        welcome: the answer to the last registration, None before the first.
+        model: the newest that the broker has told of.
+        registrations: how many were tried so far; one more than before means that a registration knows nothing of what
+            was done since.
+        protocol_errors: messages that were dropped since they were none.
+
     Args:
         endpoint: the broker's frontend or backend.
         registration: makes the HELLO or READY, as things are at that moment; called in the owner's thread or, while
@@ -53,7 +60,7 @@ class Peer:
         control_pub_endpoint: where the broker publishes models; without it they come with the heartbeat's answers.
         keys: CURVE keys, for a broker that wants them.
         model: the newest model that is known already.
-        on_model: called with each newer one, in whichever thread it came.
+        on_model: called with each newer one in turn, in whichever thread it came; must not call this peer.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class Peer:
         self.model = model
         self.welcome: messages.Welcome | None = None
         self.protocol_errors = 0
+        self.registrations = 0
         self._registration, self._on_model = registration, on_model
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -175,8 +183,8 @@ class Peer:
             if model.generation <= self.model.generation:
                 return
             self.model = model
-        if self._on_model is not None:
-            self._on_model(model)
+            if self._on_model is not None:
+                self._on_model(model)
 
     def wake(self) -> None:
         """Make a ``receive`` that waits return None; from any thread, or from a signal handler."""
@@ -296,7 +304,10 @@ class Peer:
         except self._zmq.Again:
             pass
         # A poll, unlike a send that does not block, takes note of a connection that has just come about.
-        if self._socket.poll(0, self._zmq.POLLOUT) and self._put(self._socket, self._registration()):
+        if not self._socket.poll(0, self._zmq.POLLOUT):
+            return
+        self.registrations += 1
+        if self._put(self._socket, self._registration()):
             self._due, self._awaiting = False, True
 
     def _accept(self, welcome: messages.Welcome) -> None:

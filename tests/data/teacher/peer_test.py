@@ -78,12 +78,9 @@ def test_a_peer_that_came_before_its_broker_registers_when_that_comes(addresses:
 
 
 def test_a_missing_broker_is_named_by_the_deadline(addresses: tuple[str, str]) -> None:
-    with (
-        Peer(addresses[0], ready) as peer,
-        pytest.raises(BrokerUnreachable, match="within 0.05 s: nothing listens") as e,
-    ):
+    with Peer(addresses[0], ready) as peer, pytest.raises(BrokerUnreachable) as caught:
         peer.start(0.05)
-    assert addresses[0] in str(e.value)
+    assert f"{addresses[0]} within 0.05 s: nothing listens there" in str(caught.value)
 
 
 def test_what_listens_and_does_not_answer_is_told_from_a_missing_broker(addresses: tuple[str, str]) -> None:
