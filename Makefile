@@ -15,8 +15,8 @@ docs: $(VENV)/docs-installed
 	$(BIN)/python -m sphinx -W -n -b html docs docs/_build/html
 
 $(VENV)/demo-installed: EXTRAS = torch,cli
-$(VENV)/test-installed: EXTRAS = torch,cli,test
-$(VENV)/docs-installed: EXTRAS = torch,cli,docs
+$(VENV)/test-installed: EXTRAS = torch,teacher,diloco,cli,test
+$(VENV)/docs-installed: EXTRAS = torch,teacher,diloco,cli,docs
 
 $(VENV)/%-installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
