@@ -114,7 +114,10 @@ def _shuffled(tensor: TensorBytes) -> TensorBytes:
 
 def _unshuffled(tensor: TensorBytes) -> TensorBytes:
     by_place = np.frombuffer(tensor.data, np.uint8).reshape(_element_size(tensor), -1)
-    return TensorBytes(tensor.dtype, tensor.shape, by_place.T.tobytes())
+    by_element = np.empty(by_place.shape[::-1], np.uint8)
+    for place, column in enumerate(by_place):  # which NumPy does several times as fast as it copies the transpose
+        by_element[:, place] = column
+    return TensorBytes(tensor.dtype, tensor.shape, by_element.tobytes())
 
 
 def _element_size(tensor: TensorBytes) -> int:

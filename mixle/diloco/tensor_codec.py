@@ -134,7 +134,7 @@ def encode_with_feedback(
 
 def _check(arrays: Mapping[str, Float32], parameters: Schema) -> None:
     """Check that the arrays are float32 and have the names and shapes of ``parameters``."""
-    problems = {name: "is one array too many" for name in arrays if name not in parameters.names}
+    problems = dict.fromkeys(arrays.keys() - set(parameters.names), "is one array too many")
     for spec in parameters.parameters:
         if spec.name not in arrays:
             problems[spec.name] = "is missing"
