@@ -213,6 +213,7 @@ def test_a_late_writer_does_not_touch_a_slot_that_was_handed_on(token, generatio
         lambda slots, i: slots.write(i, token, generation, data),
         lambda slots, i: slots.write(i, token, generation, sample(1)),
         lambda slots, i: slots.write_batch(i, 1, token, generation, stacked),
+        lambda slots, i: slots.writable(i, 1, token, generation),
         lambda slots, i: slots.seal(i, 1, token, generation),
     ):
         unchanged(act, SlotReassigned, "slot 1 is of order 0x9 in generation 1 by now")
