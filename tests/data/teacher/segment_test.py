@@ -339,3 +339,34 @@ def test_a_name_can_be_taken_away_for_a_process_that_was_killed(place):
     assert (folder / name[1:]).exists()
     assert unlink_segment(name, medium=where["medium"], directory=directory)
     assert not (folder / name[1:]).exists()
+
+
+def in_a_dev_shm_of_one_mebibyte(code):
+    shell = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", shell, "sh", sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.skipif(
+    subprocess.run(["sh", "-c", "unshare --mount true"], capture_output=True).returncode != 0,
+    reason="may not make a mount namespace",
+)
+def test_a_dev_shm_that_others_have_filled_is_a_refusal_and_no_bus_error():
+    done = in_a_dev_shm_of_one_mebibyte(
+        """
+        import os
+        from mixle.data.teacher.mediums import SharedMemoryManager
+        with SharedMemoryManager(10, 65536) as first:
+            try:
+                SharedMemoryManager(10, 65536)
+            except OSError as refusal:
+                print(refusal)
+            for slot in range(10):
+                first.segment.buffer[slot * 65536 : (slot + 1) * 65536] = bytes([1]) * 65536
+            print(os.listdir("/dev/shm") == [first.buf_name])
+        """
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    message, alone = done.stdout.splitlines()
+    assert "655360 bytes of slots do not fit in /dev/shm, which has 393216 of 1048576 bytes free" in message
+    assert alone == "True"
