@@ -1,0 +1,382 @@
+"""Who is alive, judged by each observer on its own clock.
+
+A node writes ``leases/<id>/<epoch>-<sequence>`` every ``lease_every`` seconds, with the next sequence, and deletes the
+one before. An observer lists ``leases/`` and holds a node alive while its sequence has grown within ``lease_timeout``
+of the observer's own time; no two machines' clocks are compared. One gap between two looks counts for at most half the
+timeout, so that an observer that was itself stopped looks again before it judges.
+
+An epoch is one process under the id. Its first object, sequence 0, is written if absent and stays while the process
+lives: of several processes that want one epoch, one gets it. A process that finds a living epoch is refused; one that
+finds a silent epoch takes the next, and the old process, should it wake, sees that and stops. Closing writes
+``<epoch>-released``, which stays, so that epochs go up for ever: an id that is not running keeps one object.
+
+====================================  ===========================================  ===================================
+what is under ``leases/<id>/``        what an observer holds                       what a new process under the id does
+====================================  ===========================================  ===================================
+nothing                               unknown                                      takes epoch 0
+newest key grows                      alive                                        is refused
+newest key has not grown in time      silent: its work may be taken over           takes the next epoch
+newest key is ``<epoch>-released``    released                                     takes the next epoch, at once
+====================================  ===========================================  ===================================
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import secrets
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from mixle.diloco.clock import SYSTEM_CLOCK, Clock
+from mixle.diloco.mailbox import Mailbox, MailboxError, TransientMailboxError, require_id
+from mixle.utils.exact import require_finite_float
+
+logger = logging.getLogger(__name__)
+
+LEASES = "leases/"
+_SWEEP_EVERY = 64  # renewals between looks for what delayed writes have left
+LeaseState = Literal["alive", "silent", "released", "unknown"]
+_KEY = re.compile(r"leases/([^/]+)/(\d{8})-(?:(\d{12})|released)")
+
+
+class IdInUse(RuntimeError):  # noqa: N818  (says what is the matter, as FileExists does)
+    """Another process works under this id."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The newest lease of one id: ``sequence`` is infinite once it is released."""
+
+    epoch: int
+    sequence: float
+    counted_until: float
+    silent_s: float = 0.0
+
+
+class LeaseTable:
+    """Judge liveness from what lists of ``leases/`` returned; it neither reads a clock nor asks a store."""
+
+    def __init__(self, lease_timeout: float) -> None:
+        self._timeout = require_finite_float(lease_timeout, "lease_timeout", exclusive_minimum=0.0)
+        self._seen: dict[str, _Seen] = {}
+
+    def record(self, keys: Iterable[str], *, asked_at: float, answered_at: float) -> list[str]:
+        """Take in one list, asked for and answered at these times; return the keys that are no leases."""
+        newest: dict[str, tuple[int, float]] = {}
+        strays = []
+        for key in keys:
+            found = _KEY.fullmatch(key)
+            if found is None:
+                strays.append(key)
+                continue
+            at = (int(found[2]), math.inf if found[3] is None else float(int(found[3])))
+            newest[found[1]] = max(at, newest.get(found[1], at))
+        for gone in self._seen.keys() - newest.keys():
+            del self._seen[gone]
+        for learner, (epoch, sequence) in newest.items():
+            seen = self._seen.get(learner)
+            if seen is None or (epoch, sequence) > (seen.epoch, seen.sequence):
+                self._seen[learner] = _Seen(epoch, sequence, counted_until=answered_at)
+            elif asked_at > seen.counted_until:
+                more = min(asked_at - seen.counted_until, self._timeout / 2)
+                self._seen[learner] = _Seen(seen.epoch, seen.sequence, asked_at, seen.silent_s + more)
+        return strays
+
+    def ids(self) -> frozenset[str]:
+        """Return every id that has an object under ``leases/``."""
+        return frozenset(self._seen)
+
+    def state(self, learner_id: str) -> LeaseState:
+        """Return how the newest process under an id is held to be."""
+        seen = self._seen.get(learner_id)
+        if seen is None:
+            return "unknown"
+        if seen.sequence == math.inf:
+            return "released"
+        return "silent" if seen.silent_s >= self._timeout else "alive"
+
+    def newest(self, learner_id: str) -> tuple[int, float] | None:
+        """Return (epoch, sequence) of an id's newest lease, None if it has none."""
+        seen = self._seen.get(learner_id)
+        return None if seen is None else (seen.epoch, seen.sequence)
+
+
+class Liveness:
+    """What one process knows of who is alive; thread-safe.
+
+    Args:
+        mailbox: where the leases are.
+        lease_timeout: seconds without a renewal after which a node is held silent.
+        clock: this process's own.
+    """
+
+    def __init__(self, mailbox: Mailbox, *, lease_timeout: float = 4.0, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._mailbox = mailbox
+        self._clock = clock
+        self._table = LeaseTable(lease_timeout)
+        self._lock = threading.Lock()
+        self._strays: set[str] = set()
+
+    def observe(self) -> None:
+        """List the leases once. A node falls silent only by being looked at, so look every ``lease_every`` or so.
+
+        Raises:
+            MailboxError: the store did not answer; what was known stays as it is.
+        """
+        asked_at = self._clock.monotonic()
+        keys = self._mailbox.list(LEASES)
+        with self._lock:
+            strays = set(self._table.record(keys, asked_at=asked_at, answered_at=self._clock.monotonic()))
+            new, self._strays = strays - self._strays, strays
+        for key in sorted(new):
+            logger.warning("%s is no lease and is ignored; it was put there by something else", key)
+
+    @property
+    def alive(self) -> frozenset[str]:
+        """Return the ids that are held alive."""
+        with self._lock:
+            return frozenset(each for each in self._table.ids() if self._table.state(each) == "alive")
+
+    @property
+    def states(self) -> dict[str, LeaseState]:
+        """Return the state of every id that has a lease, by id."""
+        with self._lock:
+            return {each: self._table.state(each) for each in sorted(self._table.ids())}
+
+    @property
+    def strays(self) -> tuple[str, ...]:
+        """Return the keys under ``leases/`` that are no leases, as the last look found them."""
+        with self._lock:
+            return tuple(sorted(self._strays))
+
+    def epoch(self, learner_id: str) -> int | None:
+        """Return the newest epoch under an id, None if it has no lease."""
+        with self._lock:
+            newest = self._table.newest(learner_id)
+            return None if newest is None else newest[0]
+
+    def may_live(self, learner_id: str, epoch: int) -> bool:
+        """Tell whether the process that had this epoch may be at work; False frees what it had claimed."""
+        with self._lock:
+            newest = self._table.newest(learner_id)
+            if newest is None:
+                return False
+            return epoch > newest[0] or (epoch == newest[0] and self._table.state(learner_id) == "alive")
+
+
+class Lease:
+    """Hold an id for this process; a context manager that acquires and releases.
+
+    Args:
+        mailbox: where the leases are.
+        learner_id: the id.
+        lease_every: seconds between renewals.
+        lease_timeout: seconds after which others hold this process silent; at least twice ``lease_every``.
+        clock: this process's own.
+
+    Raises:
+        TypeError, ValueError: an argument that is not what it says above.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        learner_id: str,
+        *,
+        lease_every: float = 1.0,
+        lease_timeout: float = 4.0,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.learner_id = require_id(learner_id, "learner_id")
+        self.lease_every = require_finite_float(lease_every, "lease_every", exclusive_minimum=0.0)
+        self.lease_timeout = require_finite_float(lease_timeout, "lease_timeout", exclusive_minimum=0.0)
+        if lease_timeout < 2 * lease_every:
+            raise ValueError(
+                f"lease_timeout={lease_timeout!r} must be at least twice lease_every={lease_every!r}, "
+                f"or one late renewal makes a living node silent"
+            )
+        self._mailbox = mailbox
+        self._clock = clock
+        self._folder = f"{LEASES}{learner_id}/"
+        self._nonce = secrets.token_hex(16).encode()
+        self._epoch: int | None = None
+        self._sequence = 0
+
+    @property
+    def epoch(self) -> int:
+        """Return this process's number among those that have had the id.
+
+        Raises:
+            RuntimeError: the id is not held.
+        """
+        if self._epoch is None:
+            raise RuntimeError(f"the lease of {self.learner_id!r} is not held; acquire it first")
+        return self._epoch
+
+    @property
+    def held(self) -> bool:
+        """Tell whether the id was acquired and not released."""
+        return self._epoch is not None
+
+    def acquire(self) -> None:
+        """Take the id: at once if it is free or released, else when its lease has been silent for ``lease_timeout``.
+
+        Raises:
+            IdInUse: another process renews the lease, or took the id meanwhile.
+            MailboxError: the store did not answer.
+        """
+        if self._epoch is not None:
+            raise RuntimeError(f"the lease of {self.learner_id!r} is held already")
+        table = LeaseTable(self.lease_timeout)
+        watched: tuple[int, float] | None = None
+        while True:
+            asked_at = self._clock.monotonic()
+            keys = self._mailbox.list(self._folder)
+            table.record(keys, asked_at=asked_at, answered_at=self._clock.monotonic())
+            newest, state = table.newest(self.learner_id), table.state(self.learner_id)
+            if state == "alive":
+                if watched is not None and newest != watched:
+                    raise IdInUse(
+                        f"learner_id={self.learner_id!r} is in use: another process renews its lease; "
+                        f"give each process an id of its own, or stop the other"
+                    )
+                watched = newest
+            elif self._take(0 if newest is None else newest[0] + 1):
+                return
+            self._clock.sleep(self.lease_every / 2)
+
+    def renew(self, info: bytes = b"") -> None:
+        """Write the next lease object and delete the one before.
+
+        Args:
+            info: what this node has to say of itself; :func:`read_info` reads it.
+
+        Raises:
+            MailboxError: the store did not answer; the next call goes on with the next sequence.
+        """
+        epoch = self.epoch
+        self._sequence += 1
+        key = self._key(epoch, self._sequence)
+        if not self._mailbox.put_if_absent(key, self._nonce + b"\n" + info):
+            raise IdInUse(f"learner_id={self.learner_id!r} is in use: {key} was written by another process")
+        if self._sequence % _SWEEP_EVERY == 0:
+            stale = self._mailbox.list(self._folder)
+        else:
+            stale = [self._key(epoch, self._sequence - 1)]
+        self._mailbox.delete([each for each in stale if each < key and each != self._key(epoch, 0)])
+
+    def check(self, liveness: Liveness) -> None:
+        """Raise if another process has taken the id, as far as ``liveness`` has seen.
+
+        Raises:
+            IdInUse: it has; this process was silent for longer than ``lease_timeout`` before.
+        """
+        newest = liveness.epoch(self.learner_id)
+        if newest is not None and newest > self.epoch:
+            raise IdInUse(
+                f"learner_id={self.learner_id!r} was taken over by another process, since this one had not renewed "
+                f"its lease for lease_timeout={self.lease_timeout:g} s (was it stopped, or cut off?)"
+            )
+
+    def release(self) -> None:
+        """Give the id up, so that others neither wait for this process nor for its lease to run out.
+
+        Raises:
+            MailboxError: the store did not answer; the lease runs out by itself.
+        """
+        epoch, self._epoch = self.epoch, None
+        released = f"{self._folder}{epoch:08d}-released"
+        self._mailbox.put_if_absent(released, self._nonce)
+        self._mailbox.delete(key for key in self._mailbox.list(self._folder) if key < released)
+
+    def __enter__(self) -> Lease:
+        self.acquire()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def _take(self, epoch: int) -> bool:
+        first = self._key(epoch, 0)
+        if not self._mailbox.put_if_absent(first, self._nonce):
+            return False
+        keys = self._mailbox.list(self._folder)
+        if max(keys, default="") != first:  # a whole life of this epoch, or a later one, went by meanwhile
+            return False
+        self._mailbox.delete(key for key in keys if key < first)
+        self._epoch, self._sequence = epoch, 0
+        return True
+
+    def _key(self, epoch: int, sequence: int) -> str:
+        return f"{self._folder}{epoch:08d}-{sequence:012d}"
+
+
+class LeaseKeeper:
+    """Renew a lease and look at the others' every ``lease_every``, on a thread of its own.
+
+    Args:
+        lease: held by the caller, who also releases it.
+        liveness: what the looks go into.
+        clock: this process's own.
+    """
+
+    def __init__(self, lease: Lease, liveness: Liveness, *, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._lease = lease
+        self._liveness = liveness
+        self._clock = clock
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.info = b""
+        self.error: IdInUse | MailboxError | None = None
+
+    def tick(self) -> None:
+        """Renew and look once; what a simulation calls in place of the thread.
+
+        Raises:
+            IdInUse: another process has the id; ``error`` keeps it.
+            PermanentMailboxError: the store refuses; ``error`` keeps it.
+        """
+        try:
+            self._lease.renew(self.info)
+            self._liveness.observe()
+            self._lease.check(self._liveness)
+        except TransientMailboxError as error:
+            logger.warning("the lease of %s is late: %s", self._lease.learner_id, error)
+        except (IdInUse, MailboxError) as error:
+            self.error = error
+            raise
+
+    def start(self) -> None:
+        """Start the thread, which ends with :meth:`stop` or with an ``error``."""
+        self._thread = threading.Thread(target=self._run, name=f"lease of {self._lease.learner_id}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and wait for it; the lease stays held."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        due = self._clock.monotonic()
+        while not self._clock.wait(self._stop, max(0.0, due - self._clock.monotonic())):
+            due = self._clock.monotonic() + self._lease.lease_every
+            try:
+                self.tick()
+            except (IdInUse, MailboxError):
+                logger.exception("the lease of %s is not renewed any more", self._lease.learner_id)
+                return
+
+
+def read_info(mailbox: Mailbox, learner_id: str, *, limit: int = 1 << 16) -> bytes | None:
+    """Return what a node last said of itself in :meth:`Lease.renew`, None if nothing is there to read."""
+    require_id(learner_id, "learner_id")
+    keys = [
+        key for key in mailbox.list(f"{LEASES}{learner_id}/") if _KEY.fullmatch(key) and not key.endswith("released")
+    ]
+    data = mailbox.get(keys[-1], limit=limit) if keys else None
+    return None if data is None else data.partition(b"\n")[2]
