@@ -1,0 +1,292 @@
+"""Samples from workers on other machines: worker to student over TCP, never through the broker.
+
+A student that can be reached binds one receiver; the broker tells workers its address and, with keys, its public key.
+A worker makes samples in slots of its own and sends runs of them. One message is two frames:
+
+=======  =====  =====================================================================
+frame    bytes  content (little-endian)
+=======  =====  =====================================================================
+head     48     magic ``mixle-n1``; token, generation, first slot, count, uint64 each;
+                CRC-32 wanted, uint32 (0 or 1); zeros
+samples  ...    ``count`` slots without header and canary, back to back
+=======  =====  =====================================================================
+
+The token, 64 random bits that only the student, the broker and this worker know, is what lets a payload in: it must
+stand in the header of the slot, with the generation, and the slot must not be complete. So a late writer cannot touch
+a slot that has been ordered anew; whoever orders holds :attr:`Receiver.lock` for that. The socket refuses a
+frame that is larger than a slot before it reads it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket as net
+import struct
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mixle.data.teacher.generation import Outcome, Target
+from mixle.data.teacher.keys import Admission, Keys
+from mixle.data.teacher.layout import HEADER_BYTES, SlotLayout
+from mixle.data.teacher.messages import DONE, FAILED, U64, SegmentInfo, WorkPiece
+from mixle.data.teacher.slots import SlotReassigned, Slots
+from mixle.utils.optional_import import optional_import
+
+__all__ = ["Receiver", "Sender", "own_address"]
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"mixle-n1"
+HEAD = struct.Struct("<8sQQQQI4x")
+RUN_BYTES = 1 << 20  # of one message, unless a slot is larger
+SEND_DEADLINE_S = 5.0
+CURVE_BYTES = 64  # at most, around an encrypted frame
+IN_FLIGHT = 8  # messages on either side of the wire
+JOIN_S = 5.0
+
+
+def own_address(endpoint: str) -> str:
+    """Return the IP address of the interface by which this host reaches a ``tcp://`` endpoint.
+
+    Raises:
+        OSError: there is none.
+    """
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    family, kind, protocol, _, address = net.getaddrinfo(host.strip("[]"), int(port), type=net.SOCK_DGRAM)[0]
+    with net.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing; the system chooses the interface
+        return str(probe.getsockname()[0])
+
+
+class Receiver:
+    """Take samples that come over the network into a student's slots; a thread of its own does it until closed.
+
+    Args:
+        slots, memory: the student's, initialized, and the memory that they lie in.
+        address: the IP address to listen on.
+        keys: only holders of the client key are let in.
+        insecure: there may be no keys.
+        on_arrival: called in the receiver's thread after slots became complete.
+
+    Attributes:
+        lock: hold it to prepare slots.
+        endpoint, public_key: what HELLO says as ``data_endpoint`` and ``data_key``.
+        arrived, dropped: slots that were taken, and messages that were refused.
+
+    Raises:
+        ValueError: no keys, and ``insecure`` is not True.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        memory: memoryview,
+        address: str,
+        *,
+        keys: Keys | None,
+        insecure: bool = False,
+        on_arrival: Callable[[], None] | None = None,
+    ) -> None:
+        _require_security(keys, insecure, f"a receiver on {address}")
+        zmq = optional_import("zmq", extra="teacher")
+        self.lock = threading.Lock()
+        self.arrived = self.dropped = 0
+        self._zmq, self._on_arrival = zmq, on_arrival
+        self._slots: Slots | None = slots
+        self._payloads: NDArray[np.uint8] | None = _payloads(memory, slots)
+        self._payload_bytes = slots.layout.payload_bytes
+        self._pid = os.getpid()
+        self._context = zmq.Context()
+        self._admission = None if keys is None else Admission(self._context, keys)
+        self._socket = self._context.socket(zmq.PULL)
+        self._wake = self._context.socket(zmq.PAIR)
+        self._woken = self._context.socket(zmq.PAIR)
+        for one in (self._socket, self._wake, self._woken):
+            one.linger = 0
+        self._wake.bind("inproc://wake")
+        self._woken.connect("inproc://wake")
+        self._socket.rcvhwm = IN_FLIGHT
+        self._socket.maxmsgsize = max(HEAD.size, _run_slots(slots.layout) * self._payload_bytes) + CURVE_BYTES
+        self._socket.ipv6 = ":" in address
+        self.public_key = None if keys is None else keys.secure_receiver(self._socket)
+        try:
+            port = self._socket.bind_to_random_port(f"tcp://[{address}]" if ":" in address else f"tcp://{address}")
+        except BaseException:
+            self._close_sockets()
+            raise
+        self.endpoint = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+        self._closed = False
+        self._thread = threading.Thread(target=self._receive, name="mixle-teacher-receiver", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening, within a bounded time. Closing twice is harmless."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._wake.send(b"")
+        self._thread.join(JOIN_S)
+        self._slots = self._payloads = None
+        self._close_sockets()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _close_sockets(self) -> None:
+        for one in (self._socket, self._wake, self._woken):
+            one.close(linger=0)
+        if self._admission is not None:
+            self._admission.close()
+        self._context.term()
+
+    def _receive(self) -> None:
+        zmq = self._zmq
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        if self._admission is not None:
+            poller.register(self._admission.socket, zmq.POLLIN)
+        while not self._closed:
+            ready = dict(poller.poll())
+            if self._admission is not None and self._admission.socket in ready:
+                self._admission.handle()
+            if self._socket in ready:
+                frames = self._socket.recv_multipart(copy=False)
+                try:
+                    self.arrived += self._take(frames)
+                except (ValueError, IndexError, SlotReassigned) as error:
+                    self.dropped += 1
+                    logger.warning("dropped what came over the network: %s", error)
+                else:
+                    if self._on_arrival is not None:
+                        self._on_arrival()
+
+    def _take(self, frames: list[Any]) -> int:
+        """Write the samples of one message into their slots; return how many."""
+        if len(frames) != 2 or len(frames[0].buffer) != HEAD.size:
+            raise ValueError(f"{len(frames)} frames that are no samples")
+        magic, token, generation, first, count, checksum = HEAD.unpack(frames[0].buffer)
+        if magic != MAGIC or checksum > 1:
+            raise ValueError("a head that is none")
+        samples = frames[1].buffer
+        slots, payloads = self._slots, self._payloads
+        assert slots is not None and payloads is not None
+        if not 0 < count <= slots.slot_count or samples.nbytes != count * self._payload_bytes:
+            raise ValueError(f"{samples.nbytes} bytes for {count} slots of {self._payload_bytes}")
+        with self.lock:
+            if slots.complete(first, count, token, generation).any():
+                raise ValueError(f"slots {first} to {first + count - 1}, of which some are complete already")
+            slots.writable(first, count, token, generation)
+            payloads[first : first + count] = np.frombuffer(samples, np.uint8).reshape(count, self._payload_bytes)
+            slots.seal(first, count, token, generation, checksum=bool(checksum))
+        return int(count)
+
+
+class Sender:
+    """Make samples in memory of this worker, and send them to a student on another host.
+
+    Args:
+        info: what the broker told of the student's slots.
+        layout: of its slots.
+        context: of ZeroMQ; the sender is closed before it.
+        keys: the client's.
+        insecure: there may be no keys.
+        checksum: the student shall put a CRC-32 beside each sample.
+
+    Raises:
+        ValueError: the student has no receiver, or there are no keys, and ``insecure`` is not True.
+    """
+
+    def __init__(
+        self, info: SegmentInfo, layout: SlotLayout, *, context: Any, keys: Keys | None, insecure: bool, checksum: bool
+    ) -> None:
+        if info.data_endpoint is None:
+            raise ValueError(
+                f"the student of segment {info.name} is on another host and takes no samples over the network; "
+                "let it reach the broker by TCP"
+            )
+        _require_security(keys, insecure, f"a student at {info.data_endpoint}")
+        if keys is not None and info.data_key is None:
+            raise ValueError(f"the student at {info.data_endpoint} has no keys, and this worker has; give it keys=")
+        self.info = info
+        self._layout, self._checksum = layout, checksum
+        self._scratch: Slots | None = None
+        self._payloads: NDArray[np.uint8] = np.zeros((0, layout.payload_bytes), np.uint8)
+        self._zmq = optional_import("zmq", extra="teacher")
+        self._socket = context.socket(self._zmq.PUSH)
+        self._socket.linger = 0
+        self._socket.sndhwm = IN_FLIGHT
+        self._socket.immediate = 1
+        self._socket.sndtimeo = int(SEND_DEADLINE_S * 1000)
+        self._socket.ipv6 = "[" in info.data_endpoint
+        if keys is not None:
+            keys.secure_client(self._socket, info.data_key)
+        self._socket.connect(info.data_endpoint)
+
+    def target(self, piece: WorkPiece) -> Target:
+        """Return empty slots of this worker to fill for a piece; they are used again for the next."""
+        if piece.first_slot + piece.count > self.info.slot_count:
+            raise ValueError(f"slot {piece.first_slot + piece.count - 1} is beyond {self.info.slot_count}")
+        if self._scratch is None or self._scratch.slot_count < piece.count:
+            memory = memoryview(bytearray(self._layout.segment_bytes(piece.count)))
+            self._scratch = Slots(memory, self._layout, piece.count)
+            self._payloads = _payloads(memory, self._scratch)
+        self._scratch.prepare(0, piece.count, piece.token, piece.generation)
+        return Target(self._scratch, 0, piece.count, piece.token, piece.generation)
+
+    def deliver(self, piece: WorkPiece, outcomes: list[Outcome]) -> list[Outcome]:
+        """Send what was made; what cannot be sent within the deadline has failed."""
+        delivered = []
+        for outcome in outcomes:
+            if outcome.outcome == DONE:
+                try:
+                    self._send(piece, outcome.first, outcome.count)
+                    self._socket.sndtimeo = int(SEND_DEADLINE_S * 1000)
+                except self._zmq.Again:
+                    self._socket.sndtimeo = 0  # one deadline is enough until it takes something again
+                    message = f"the student at {self.info.data_endpoint} took nothing for {SEND_DEADLINE_S:g} s"
+                    outcome = outcome._replace(outcome=FAILED, message=message)
+            delivered.append(outcome)
+        return delivered
+
+    def close(self) -> None:
+        """Drop the connection; what is under way is lost."""
+        self._scratch = None
+        self._socket.close(linger=0)
+
+    def _send(self, piece: WorkPiece, first: int, count: int) -> None:
+        rows = _run_slots(self._layout)
+        for start in range(first, first + count, rows):
+            size = min(rows, first + count - start)
+            shift = start - piece.first_slot
+            head = HEAD.pack(MAGIC, piece.token + shift & U64, piece.generation, start, size, self._checksum)
+            # A copy, since the scratch is filled again while this is under way.
+            self._socket.send_multipart([head, self._payloads[shift : shift + size].copy()], copy=False)
+
+
+def _payloads(memory: memoryview, slots: Slots) -> NDArray[np.uint8]:
+    """Return what lies between header and canary of every slot: (slot_count, payload bytes)."""
+    layout = slots.layout
+    whole = np.frombuffer(memory, np.uint8, slots.slot_count * layout.stride).reshape(slots.slot_count, layout.stride)
+    return whole[:, HEADER_BYTES : HEADER_BYTES + layout.payload_bytes]
+
+
+def _run_slots(layout: SlotLayout) -> int:
+    """Return how many slots go into one message."""
+    return max(1, RUN_BYTES // max(1, layout.payload_bytes))
+
+
+def _require_security(keys: Keys | None, insecure: bool, what: str) -> None:
+    if keys is None and not insecure:
+        raise ValueError(f"{what} needs keys: make some with `mixle teacher keys` and give keys=, or insecure=True")
