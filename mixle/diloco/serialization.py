@@ -171,7 +171,7 @@ def quantized_specs(name: str, dtype: Quantized, shape: tuple[int, ...]) -> tupl
     """Return what a tensor of ``shape`` becomes when quantized: its elements and its scales.
 
     ``F8_E4M3`` keeps the shape and has one ``F32`` scale. ``F4`` is flattened and padded to a multiple of 32, with one
-    ``F8_E8M0`` scale for each 32 elements (OCP Microscaling Formats, version 1.0, section 5.3).
+    ``F8_E8M0`` scale for each 32 elements (OCP Microscaling Formats, version 1.0).
 
     Raises:
         TypeError, ValueError: as :class:`ParameterSpec`, and for a ``dtype`` that is not quantized.

@@ -79,6 +79,16 @@ def test_e4m3_decodes_to_what_torch_decodes_it_to(values):
     np.testing.assert_array_equal(dequantize(*quantize(values, "F8_E4M3"), values.shape), expected)
 
 
+def test_floats_around_every_cut_to_16_bits_are_rounded_as_torch_rounds_them():
+    torch = pytest.importorskip("torch")
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    numbers = (np.arange(2**16, dtype=np.uint32)[:, None] << 16 | lower).view(np.float32).reshape(-1)
+    values = numbers[np.abs(numbers) < 256]  # NaN is not; the scale of the others is one
+    elements, scale = quantize(values, "F8_E4M3")
+    assert scale == one()
+    assert elements.data == bytes_of(torch.from_numpy(values).to(torch.float8_e4m3fn))
+
+
 def test_every_e4m3_code_stands_for_the_number_that_torch_says():
     torch = pytest.importorskip("torch")
     codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
