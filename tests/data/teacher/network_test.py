@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import logging
+import secrets
+import socket as net
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+
+from mixle.data.teacher.generation import Demand, Generator, Outcome
+from mixle.data.teacher.keys import Keys
+from mixle.data.teacher.layout import SlotLayout
+from mixle.data.teacher.messages import DONE, FAILED, SKIPPED, SegmentInfo, WorkPiece
+from mixle.data.teacher.network import HEAD, MAGIC, Receiver, Sender, own_address
+from mixle.data.teacher.run import ProcessIdentity
+from mixle.data.teacher.slots import Slots
+from mixle.data.teacher.specs import BatchConfig, TensorSpec
+
+PATIENCE_S = 20.0
+CONFIG = BatchConfig([TensorSpec("x", (5,), "float32"), TensorSpec("y", (), "uint8")])
+LAYOUT = SlotLayout.of(CONFIG)
+COUNT = 6
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    one = zmq.Context()
+    yield one
+    one.term()
+
+
+class Student:
+    """Slots in private memory with a receiver on the loopback interface."""
+
+    def __init__(self, layout: SlotLayout = LAYOUT, slot_count: int = COUNT, *, keys: Keys | None = None) -> None:
+        self.layout, self.slot_count = layout, slot_count
+        self.memory = memoryview(bytearray(layout.segment_bytes(slot_count)))
+        self.slots = Slots(self.memory, layout, slot_count)
+        self.slots.initialize()
+        self.arrival = threading.Event()
+        self.receiver = Receiver(
+            self.slots, self.memory, "127.0.0.1", keys=keys, insecure=keys is None, on_arrival=self.arrival.set
+        )
+
+    def __enter__(self) -> Student:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.receiver.close()
+
+    @property
+    def info(self) -> SegmentInfo:
+        return SegmentInfo(
+            1,
+            "shm",
+            "/mx0123abcd-1-aaaaaa",
+            self.slot_count,
+            self.layout.packed_bytes,
+            msgpack.packb(self.layout.to_wire()),
+            self.receiver.endpoint,
+            self.receiver.public_key,
+            ProcessIdentity("0" * 16, 1, 1),
+        )
+
+    def piece(self, first: int, count: int, *, token: int | None = None, generation: int = 3) -> WorkPiece:
+        token = secrets.randbits(64) if token is None else token
+        with self.receiver.lock:
+            self.slots.prepare(first, count, token, generation)
+        return WorkPiece(b"t" * 16, 1, first, count, token, generation)
+
+    def is_complete(self, piece: WorkPiece) -> bool:
+        return bool(self.slots.complete(*piece[2:]).all())
+
+
+@contextmanager
+def sender_to(
+    student: Student, context: zmq.Context[Any], *, keys: Keys | None = None, checksum: bool = False
+) -> Iterator[Sender]:
+    sender = Sender(student.info, student.layout, context=context, keys=keys, insecure=keys is None, checksum=checksum)
+    yield sender
+    sender.close()
+
+
+def make(sender: Sender, piece: WorkPiece, *, values: Callable[[], int]) -> list[Outcome]:
+    """Fill a piece as a worker does."""
+
+    def generator(model_id: str, cfg: object) -> dict[str, np.ndarray]:
+        value = values()
+        return {"x": np.full(5, value, np.float32), "y": np.array(value, np.uint8)}
+
+    target = sender.target(piece)
+    (outcomes,) = Generator(generator).fill([target], "", None, Demand())
+    shift = piece.first_slot - target.first
+    return sender.deliver(piece, [outcome._replace(first=outcome.first + shift) for outcome in outcomes])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, "the condition did not come true"
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize("checksum", [False, True])
+def test_samples_arrive_in_the_slots_that_they_were_ordered_for(
+    keyed: bool, checksum: bool, context: zmq.Context[Any]
+) -> None:
+    keys = Keys.generate() if keyed else None
+    numbers = iter(range(100))
+    with Student(keys=keys) as student, sender_to(student, context, keys=keys, checksum=checksum) as sender:
+        piece = student.piece(1, 4, token=2**64 - 2)
+        assert make(sender, piece, values=lambda: next(numbers)) == [Outcome(1, 4, DONE, None)]
+        wait_until(lambda: student.is_complete(piece))
+        assert student.slots.arrays(1, 4)["x"][:, 4].tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert student.slots.arrays(1, 4)["y"].tolist() == [0, 1, 2, 3]
+        assert student.slots.intact(0, COUNT).all()
+        assert not student.slots.arrays(0, 1)["x"].any() and not student.slots.arrays(5, 1)["x"].any()
+        assert student.arrival.wait(PATIENCE_S)
+        assert student.receiver.arrived == 4
+
+
+def test_samples_larger_than_a_message_arrive_one_by_one(context: zmq.Context[Any]) -> None:
+    layout = SlotLayout.of(BatchConfig([TensorSpec("x", (600_000,), "uint8")]))
+    numbers = iter(range(1, 100))
+    with Student(layout) as student, sender_to(student, context) as sender:
+        piece = student.piece(0, COUNT)
+        target = sender.target(piece)
+        generator = Generator(lambda model_id, cfg: bytes([next(numbers)]) * 600_000)
+        (outcomes,) = generator.fill([target], "", None, Demand())
+        assert sender.deliver(piece, outcomes) == [Outcome(0, COUNT, DONE, None)]
+        wait_until(lambda: student.is_complete(piece))
+        assert student.slots.arrays(0, COUNT)["x"][:, -1].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_only_what_was_made_is_sent(context: zmq.Context[Any]) -> None:
+    results = iter([bytes(21), b"short", bytes(21)])
+    with Student() as student, sender_to(student, context) as sender:
+        piece = student.piece(0, 3)
+        (made,) = Generator(lambda model_id, cfg: next(results)).fill([sender.target(piece)], "", None, Demand())
+        assert [outcome.outcome for outcome in sender.deliver(piece, made)] == [DONE, FAILED, DONE]
+        wait_until(lambda: student.receiver.arrived == 2)
+        assert student.slots.complete(*piece[2:]).tolist() == [True, False, True]
+
+
+def test_skipped_slots_are_reported_as_they_are(context: zmq.Context[Any]) -> None:
+    with Student() as student, sender_to(student, context) as sender:
+        outcomes = [Outcome(0, 2, SKIPPED, None)]
+        assert sender.deliver(student.piece(0, 2), outcomes) == outcomes
+
+
+@pytest.mark.parametrize("again", ["another token", "another generation"])
+def test_a_late_sample_cannot_touch_a_slot_that_was_ordered_anew(again: str, context: zmq.Context[Any]) -> None:
+    with Student() as student, sender_to(student, context) as sender:
+        old = student.piece(2, 1)
+        student.piece(
+            2, 1, **({"token": old.token ^ 1} if again == "another token" else {"token": old.token, "generation": 4})
+        )
+        before = bytes(student.memory)
+        make(sender, old, values=lambda: 9)
+        wait_until(lambda: student.receiver.dropped == 1)
+        assert bytes(student.memory) == before
+
+
+def test_a_sample_that_comes_twice_does_not_change_under_its_reader(context: zmq.Context[Any]) -> None:
+    with Student() as student, sender_to(student, context) as sender:
+        piece = student.piece(0, 1)
+        make(sender, piece, values=lambda: 1)
+        wait_until(lambda: student.is_complete(piece))
+        make(sender, piece, values=lambda: 2)
+        wait_until(lambda: student.receiver.dropped == 1)
+        assert student.slots.array(0)["y"] == 1
+
+
+def head(
+    token: int = 0, generation: int = 3, first: int = 0, count: int = 1, magic: bytes = MAGIC, flag: int = 0
+) -> bytes:
+    return HEAD.pack(magic, token, generation, first, count, flag)
+
+
+PAYLOAD = bytes(LAYOUT.payload_bytes)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [head()],
+        [head(), PAYLOAD, b""],
+        [head()[:-1], PAYLOAD],
+        [head(magic=b"mixle-n2"), PAYLOAD],
+        [head(flag=2), PAYLOAD],
+        [head(), PAYLOAD[:-1]],
+        [head(), PAYLOAD + b"x"],
+        [head(), b""],
+        [head(count=0), b""],
+        [head(count=2), PAYLOAD],
+        [head(count=2**63), PAYLOAD],
+        [head(first=2**63), PAYLOAD],
+        [head(first=COUNT), PAYLOAD],
+        [head(first=COUNT - 1, count=2), 2 * PAYLOAD],
+        [head(token=1), PAYLOAD],
+        [secrets.token_bytes(HEAD.size), secrets.token_bytes(len(PAYLOAD))],
+    ],
+)
+def test_what_is_no_ordered_sample_is_dropped_and_the_next_one_taken(
+    frames: list[bytes], context: zmq.Context[Any]
+) -> None:
+    with Student() as student, sender_to(student, context) as sender:
+        piece = student.piece(0, 1, token=0)
+        stranger = context.socket(zmq.PUSH)
+        stranger.connect(student.receiver.endpoint)
+        stranger.send_multipart(frames)
+        wait_until(lambda: student.receiver.dropped == 1)
+        stranger.close()
+        assert not student.is_complete(piece)
+        make(sender, piece, values=lambda: 1)
+        wait_until(lambda: student.is_complete(piece))
+
+
+def received_exactly(raw: net.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = raw.recv(count - len(data))
+        assert part, "closed"
+        data += part
+    return data
+
+
+def test_an_announced_size_beyond_a_message_ends_the_connection_before_a_byte_of_it_is_read() -> None:
+    with Student() as student:
+        host, port = student.receiver.endpoint.removeprefix("tcp://").split(":")
+        with net.create_connection((host, int(port)), timeout=PATIENCE_S) as raw:
+            raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+            assert received_exactly(raw, 64)[:1] == b"\xff"
+            ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH"
+            raw.sendall(b"\x04" + bytes([len(ready)]) + ready)
+            answer = received_exactly(raw, 2)
+            assert received_exactly(raw, answer[1])[:6] == b"\x05READY"
+            raw.sendall(b"\x02" + struct.pack(">Q", 4 << 30))  # a long frame of 4 GiB
+            assert raw.recv(1) == b""
+
+
+@pytest.mark.parametrize("wrong", ["client", "server", "none"])
+def test_a_stranger_to_the_keys_gets_nothing_in(
+    wrong: str, context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mixle.data.teacher.network.SEND_DEADLINE_S", 0.3)
+    keys, others = Keys.generate(), Keys.generate()
+    with Student(keys=keys) as student:
+        info = student.info
+        if wrong == "server":
+            info = info._replace(data_key=others.server_public.encode())
+        used = {"client": others, "server": keys, "none": None}[wrong]
+        sender = Sender(info, LAYOUT, context=context, keys=used, insecure=used is None, checksum=False)
+        piece = student.piece(0, 1)
+        (outcome,) = make(sender, piece, values=lambda: 1)
+        sender.close()
+        assert outcome.outcome == FAILED
+        assert "took nothing for 0.3 s" in str(outcome.message)
+        assert not student.is_complete(piece)
+
+
+def test_what_was_made_for_a_student_that_is_gone_has_failed(
+    context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mixle.data.teacher.network.SEND_DEADLINE_S", 0.2)
+    with Student() as student, sender_to(student, context) as sender:
+        piece = student.piece(0, COUNT)
+        student.receiver.close()
+        results = iter([b"short" if i % 2 else bytes(21) for i in range(COUNT)])
+        (made,) = Generator(lambda model_id, cfg: next(results)).fill([sender.target(piece)], "", None, Demand())
+        assert [outcome.outcome for outcome in sender.deliver(piece, made)] == [FAILED] * COUNT
+
+
+def test_the_network_without_keys_is_refused_unless_it_is_asked_for(context: zmq.Context[Any]) -> None:
+    with Student() as student:
+        with pytest.raises(ValueError, match=r"needs keys.*or insecure=True"):
+            Receiver(student.slots, student.memory, "127.0.0.1", keys=None)
+        with pytest.raises(ValueError, match=r"needs keys.*or insecure=True"):
+            Sender(student.info, LAYOUT, context=context, keys=None, insecure=False, checksum=False)
+
+
+def test_a_student_without_a_receiver_or_keys_is_refused_by_name(context: zmq.Context[Any]) -> None:
+    with Student() as student:
+        info = student.info
+        with pytest.raises(ValueError, match="takes no samples over the network"):
+            Sender(info._replace(data_endpoint=None), LAYOUT, context=context, keys=None, insecure=True, checksum=False)
+        with pytest.raises(ValueError, match=r"has no keys, and this worker has"):
+            Sender(info, LAYOUT, context=context, keys=Keys.generate(), insecure=False, checksum=False)
+
+
+def test_an_address_that_is_not_this_hosts_is_refused_and_leaves_nothing_open(context: zmq.Context[Any]) -> None:
+    with Student() as student, pytest.raises(zmq.ZMQError):
+        Receiver(student.slots, student.memory, "203.0.113.7", keys=None, insecure=True)
+
+
+def test_the_interface_is_the_one_that_leads_to_the_broker() -> None:
+    assert own_address("tcp://127.0.0.1:5555") == "127.0.0.1"
+
+
+def test_dropped_messages_are_logged(context: zmq.Context[Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), Student() as student:
+        stranger = context.socket(zmq.PUSH)
+        stranger.connect(student.receiver.endpoint)
+        stranger.send_multipart([b"nonsense"])
+        wait_until(lambda: student.receiver.dropped == 1)
+        stranger.close()
+    assert "dropped what came over the network" in caplog.text
