@@ -276,10 +276,11 @@ class Scheduler:
         self._forget_worker(worker)
         for ticket in list(worker.tickets.values()):
             if ticket.lost and ticket.student is not None:
-                pieces = tuple(Piece(ticket.part.order_id, *run) for run in runs(ticket.open))
-                if ticket.part.order_id:
-                    self._out.append((ticket.student, messages.Lost(pieces=pieces, worker=worker.identity, dead=True)))
-                self._close(ticket, ticket.open)
+                student, wanted = ticket.student, self._close_unwanted(ticket, ticket.open)
+                if wanted:
+                    pieces = tuple(Piece(ticket.part.order_id, *run) for run in runs(wanted))
+                    self._out.append((student, messages.Lost(pieces=pieces, worker=worker.identity, dead=True)))
+                    self._close(ticket, wanted)
             else:
                 self._give_back(ticket, ticket.open, now, lives=int(died))
 
@@ -302,6 +303,7 @@ class Scheduler:
     def request(self, student: Student, orders: Iterable[Order], now: float, *, resent: bool = False) -> str | None:
         """Queue orders; return what is wrong with the first that was refused, if any was."""
         refusal = None
+        again = 0
         for order in orders:
             order_id, first, count, token, generation = order
             if first + count > student.slot_count:
@@ -318,6 +320,7 @@ class Scheduler:
                 self._queue_new(student, part, now, resent)
             elif resent:
                 self._queue_again(student, part, now)
+                again |= part.bits
             elif taken & ~self._lost_slots(student):
                 refusal = refusal or f"slots {first} to {first + count - 1} of an order: some are in another order"
             else:
@@ -326,6 +329,10 @@ class Scheduler:
                         self._close(ticket, ticket.open & taken)
                 student.occupied |= part.bits
                 self._queue_new(student, part, now, resent)
+        if again:
+            for ticket in student.tickets.values():
+                if ticket.lost and ticket.open & again:
+                    self._tell_lost(ticket)
         return refusal
 
     def cancel(self, student: Student, order_ids: Iterable[bytes]) -> None:
@@ -355,12 +362,16 @@ class Scheduler:
                 continue
             worker.completed += count
             self.counts.completed += count
-            if student is not None:
+            wanted = self._close_unwanted(ticket, bits)
+            if student is not None and wanted:
                 student.completed += count
-                if part.order_id:
-                    self._complete.setdefault(student, []).append(Piece(part.order_id, first, count))
-                    self.latencies.append(now - part.asked_at)
-            self._close(ticket, bits)
+                self.latencies.append(now - part.asked_at)
+                told = self._complete.setdefault(student, [])
+                if wanted == bits:
+                    told.append(Piece(part.order_id, first, count))
+                else:
+                    told += [Piece(part.order_id, *run) for run in runs(wanted)]
+                self._close(ticket, wanted)
         self.counts.unknown_tickets += unknown
         if slots:
             spent = max(seconds / slots, 1e-7)
@@ -441,8 +452,6 @@ class Scheduler:
         """Queue of a resent order what nobody has: the rest is tied to the tickets that have it, or waits for them."""
         for ticket in list(student.tickets.values()):
             self._match(ticket, part)
-            if ticket.lost and ticket.open & part.bits:
-                self._tell_lost(ticket)
         free = part.bits & ~student.occupied
         student.occupied |= free
         for run in runs(free):
@@ -528,9 +537,11 @@ class Scheduler:
             ticket.after += [part.sub(*run) for run in runs(part.bits & ~bits)]
 
     def _close_unwanted(self, ticket: Ticket, bits: int) -> int:
-        """Close what need not be made any more of ``bits`` of a ticket; return the rest."""
+        """Close, without a word, what nobody waits for any more of ``bits`` of a ticket; return the rest."""
         if ticket.student is None or not ticket.part.order_id:
             unwanted = bits
+        elif not ticket.after:
+            return bits
         else:
             unwanted = 0
             for part in ticket.after:
@@ -608,10 +619,18 @@ class Scheduler:
             self._tell_lost(ticket)
 
     def _tell_lost(self, ticket: Ticket) -> None:
-        if ticket.student is not None and ticket.part.order_id:
-            pieces = tuple(Piece(ticket.part.order_id, *run) for run in runs(ticket.open))
-            lost = messages.Lost(pieces=pieces, worker=ticket.worker.identity, dead=False)
-            self._out.append((ticket.student, lost))
+        student = ticket.student
+        if student is None:
+            return
+        pieces = []
+        own = ticket.open if ticket.part.order_id else 0
+        for part in ticket.after:
+            own &= ~part.bits
+            pieces.append(Piece(part.order_id, part.first, part.count))
+        pieces += [Piece(ticket.part.order_id, *run) for run in runs(own)]
+        for some in _split(pieces):
+            lost = messages.Lost(pieces=some, worker=ticket.worker.identity, dead=False)
+            self._out.append((student, lost))
 
     def _lost_slots(self, student: Student) -> int:
         lost = 0
