@@ -102,6 +102,11 @@ class Orders:
         waits[list(self._writers)] = True
         return bool(((groups == HELD).any(axis=1) | waits.reshape(groups.shape).any(axis=1)).all())
 
+    @property
+    def all_held(self) -> bool:
+        """Whether the reader has everything."""
+        return bool((self.state == HELD).all())
+
     def runs(self) -> list[tuple[int, int, int, int]]:
         """Return what may still be completed: (first, count, token, generation) of neighbours with tokens in turn."""
         if self._runs is None:
@@ -146,16 +151,25 @@ class Orders:
             if (self.state[slots] == READY).all():
                 self._ready.append(slots.start)
 
+    def of(self, order_id: bytes, first: int, count: int) -> NDArray[np.intp]:
+        """Return which slots of a range, as a message claims it, are open and of this order."""
+        if not 0 <= first < first + count <= self.usable:
+            return np.zeros(0, np.intp)
+        slots = slice(first, first + count)
+        state = self.state[slots]
+        mine = self._order[slots] == np.uint64(int.from_bytes(order_id, "little"))
+        return np.flatnonzero(mine & (state >= ORDERED) & (state <= DRAINING)) + first
+
     def ended(self, order_id: bytes, first: int, count: int) -> int:
         """Free the slots of an order that nobody will write into any more; return how many were still waited for."""
-        slots = self._of(order_id, first, count)
+        slots = self.of(order_id, first, count)
         awaited = int(np.count_nonzero(self.state[slots] != DRAINING))
         self._free(slots)
         return awaited
 
     def lost(self, order_id: bytes, first: int, count: int, *, writer: Hashable, dead: bool) -> int:
         """Note that ``writer`` will not finish these slots; unless it is dead it may still write. Return how many."""
-        slots = self._of(order_id, first, count)
+        slots = self.of(order_id, first, count)
         if dead:
             self._free(slots)
         else:
@@ -198,26 +212,14 @@ class Orders:
         self.state[first : first + self.size] = FREE
 
     def unfinished(self) -> list[Order]:
-        """Return what a broker that knows nothing must be told again: ordered, neither complete nor given up.
-
-        What is DRAINING becomes FREE: the new broker keeps others out of slots that a worker says it still holds.
-        """
-        draining = np.flatnonzero(self.state == DRAINING)
-        self._free(draining[[slot not in self._writers for slot in draining.tolist()]] if len(draining) else draining)
+        """Return what a broker that knows nothing must be told again: all that is open, but for a silent worker's."""
+        told = (self.state == ORDERED) | (self.state == DRAINING)
+        told[list(self._writers)] = False
         orders = []
-        for first, count in _runs(self.state == ORDERED, np.diff(self._order) != 0):
+        for first, count in _runs(told, np.diff(self._order) != 0):
             order_id = int(self._order[first]).to_bytes(8, "little")
             orders.append(Order(order_id, first, count, int(self.token[first]), int(self.generation[first])))
         return orders
-
-    def _of(self, order_id: bytes, first: int, count: int) -> NDArray[np.intp]:
-        """Return the open slots of an order within a range that a message claims."""
-        if not 0 <= first < first + count <= self.usable:
-            return np.zeros(0, np.intp)
-        slots = slice(first, first + count)
-        state = self.state[slots]
-        mine = self._order[slots] == np.uint64(int.from_bytes(order_id, "little"))
-        return np.flatnonzero(mine & (state >= ORDERED) & (state <= DRAINING)) + first
 
     def _free(self, slots: NDArray[np.intp]) -> None:
         self._runs = None

@@ -1,0 +1,373 @@
+"""One registration of a student: a segment of slots, the connection to the broker, and what is ordered there.
+
+The truth about a slot is its header. Messages say where to look, and when nobody will write into a slot any more; where
+the host keeps stores in order (x86), a student that waits looks at the header before a message has told it to.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mixle.data.teacher import messages
+from mixle.data.teacher.errors import GeneratorFailed, TeacherError
+from mixle.data.teacher.fence import Fence
+from mixle.data.teacher.messages import MAX_PIECES, Order, Piece
+from mixle.data.teacher.orders import Orders
+from mixle.data.teacher.peer import Peer, ask, refusal
+from mixle.data.teacher.run import ProcessIdentity, is_alive, process_identity
+from mixle.data.teacher.segment import Segment
+from mixle.data.teacher.slots import Slots
+from mixle.data.teacher.station import Station
+
+__all__ = ["OnEvent", "Session"]
+
+logger = logging.getLogger(__name__)
+
+SPIN_S = 200e-6
+TICK_S = 0.1
+BEHIND_S = 0.05
+STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+
+OnEvent = Callable[[str, dict[str, Any]], None]
+
+
+class Session:
+    """Order samples, and say which slots hold one; for one thread.
+
+    Args:
+        station: who registers.
+        fence: what is known of the model; shared by the sessions of a client.
+        deadline_s: seconds that the broker has to answer.
+        on_event: called with what happens.
+
+    Raises:
+        BrokerUnreachable: it did not answer.
+        TeacherError: it refused.
+        OSError: the slots do not fit.
+    """
+
+    def __init__(self, station: Station, fence: Fence, *, deadline_s: float, on_event: OnEvent) -> None:
+        until = time.monotonic() + deadline_s
+        self.station, self.fence = station, fence
+        self.stale = self.served = 0
+        self.failures: deque[TeacherError] = deque()
+        self.spent = False
+        self._on_event = on_event
+        self._orders: Orders | None = None
+        self._generation = 0
+        self._released = 0
+        self._hold_until = 0.0
+        self._stats: bytes | None = None
+        self._pid = os.getpid()
+        self.run = ask(station.frontend, keys=station.keys, deadline_s=deadline_s)
+        fence.learn(self.run.model)
+        size = station.layout.segment_bytes(station.slot_count)
+        self.segment = Segment.create(size, run_id=self.run.run_id, medium=station.medium, directory=station.directory)
+        try:
+            self.slots = Slots(self.segment.buffer, station.layout, station.slot_count)
+            self.slots.initialize()
+            registration = _Registration(station, self.segment.name)
+            self.peer = registration.peer = Peer(
+                station.frontend,
+                registration,
+                control_pub_endpoint=station.control_pub,
+                keys=station.keys,
+                model=fence.model,
+                on_model=_Note(fence, on_event),
+            )
+            try:
+                self.welcome = self.peer.start(max(until - time.monotonic(), 0.0))
+            except BaseException:
+                self.peer.close()
+                raise
+        except BaseException:
+            self.segment.unlink()
+            raise
+        on_event("registered", {"run_id": self.run.run_id, "segment": self.segment.name})
+
+    @property
+    def size(self) -> int | None:
+        """The slots of a group; None before the first was asked for."""
+        return None if self._orders is None else self._orders.size
+
+    @property
+    def all_held(self) -> bool:
+        """Whether nothing can come before the reader releases a slot."""
+        return self._orders is not None and self._orders.all_held
+
+    def next_group(self, size: int, until: float) -> int | None:
+        """Return the first slot of a complete group of the newest model, now held; None at ``until`` or when spent.
+
+        Raises:
+            TeacherError: an order failed (a ``GeneratorFailed``), or the broker refuses.
+        """
+        if self._orders is None:
+            self._orders = Orders(self.station.slot_count, size=size)
+        first = self._take()
+        if first is None:
+            self._look()
+            self.hear(0.0)
+            first = self._take()
+        watched = False
+        while first is None and not self.spent:
+            if self.failures:
+                raise self.failures.popleft()
+            self._place()
+            left = until - time.monotonic()
+            if left <= 0:
+                return None
+            if not watched:
+                watched = True
+                self._watch(min(left, SPIN_S))
+            elif not self.hear(min(left, TICK_S)):
+                self._look()
+                self._bury()
+            first = self._take()
+        if first is not None and self._released * 4 >= self._orders.usable:
+            self._place()
+        return first
+
+    def generation_of(self, first: int) -> int:
+        """Return the generation of a held slot."""
+        assert self._orders is not None
+        return int(self._orders.generation[first])
+
+    def release(self, first: int) -> None:
+        """Take a held group back, and order it anew when that is worth a message.
+
+        Raises:
+            ValueError: no such group is held.
+        """
+        if self._orders is None:
+            raise ValueError(f"slot_id={first} is not held; release what was handed out, once")
+        self._orders.release(first)
+        self._released += self._orders.size
+        if self._released * 4 >= self._orders.usable and not self.spent:
+            self._place()
+
+    def statistics(self, deadline_s: float) -> bytes | None:
+        """Return the broker's figures as it packed them; None if it does not answer within ``deadline_s``."""
+        until = time.monotonic() + deadline_s
+        self._stats = None
+        asked = False
+        while self._stats is None and (left := until - time.monotonic()) > 0:
+            asked = asked or self.peer.send(messages.Stats())
+            self.hear(min(left, TICK_S))
+        return self._stats
+
+    def close(self) -> None:
+        """Leave the broker and take the segment's name away; from any thread. What is held stays readable."""
+        if os.getpid() != self._pid:
+            return
+        self.spent = True
+        self.peer.close(messages.Bye())
+        self.segment.unlink()
+        self.segment.close()
+
+    # ---- private
+
+    def _take(self) -> int | None:
+        orders = self._orders
+        assert orders is not None
+        self._follow()
+        first = orders.take()
+        if first is None:
+            return None
+        whole = self.slots.is_intact(first) if orders.size == 1 else bool(self.slots.intact(first, orders.size).all())
+        if whole:
+            self.served += orders.size
+            return first
+        self.spent = True  # whoever wrote past a slot may have hit others too
+        raise GeneratorFailed(f"slot {first} is damaged: something wrote beyond its sample; its segment is given up")
+
+    def _follow(self) -> None:
+        """Give up what is older than the newest model."""
+        generation = self.fence.generation
+        if generation != self._generation:
+            self._generation = generation
+            if self._orders is not None:
+                self.stale += self._orders.supersede(generation)
+
+    def _place(self) -> None:
+        """Order every slot that is free."""
+        orders = self._orders
+        assert orders is not None
+        self._follow()
+        if self.peer.welcome is not self.welcome or time.monotonic() < self._hold_until:
+            return  # registered anew: what is outstanding goes first
+        self._released = 0
+        self._send(self._placed(), resent=False)
+
+    def _placed(self) -> list[Order]:
+        assert self._orders is not None
+        orders = self._orders.place(self._generation)
+        for order in orders:
+            self.slots.prepare(order.first_slot, order.count, order.token, order.generation)
+        return orders
+
+    def _send(self, orders: list[Order], *, resent: bool) -> None:
+        for start in range(0, len(orders), MAX_PIECES):
+            # What cannot be sent now is sent with all else at the next registration.
+            self.peer.send(messages.Request(orders=tuple(orders[start : start + MAX_PIECES]), resent=resent))
+
+    def _watch(self, seconds: float) -> None:
+        """Look at one header for a moment: it changes sooner than a message can tell."""
+        assert self._orders is not None
+        runs = self._orders.runs()
+        if not STORES_IN_ORDER or not runs:
+            return
+        first, count, token, generation = runs[0]
+        ahead = min(count, self._orders.size) - 1
+        slot, token = first + ahead, (token + ahead) & messages.U64
+        is_complete, clock, pause = self.slots.is_complete, time.perf_counter, os.sched_yield
+        until = clock() + seconds
+        while not is_complete(slot, token, generation):
+            if clock() > until:
+                return
+            pause()
+        self._look()
+
+    def _look(self) -> None:
+        """Look at the header of every slot that may be complete."""
+        orders = self._orders
+        if orders is not None and STORES_IN_ORDER:
+            for first, count, token, generation in orders.runs():
+                orders.landed(self.slots.complete(first, count, token, generation), first=first)
+
+    def hear(self, timeout_s: float) -> bool:
+        """Attend to the next message, and to all that came with it; tell whether there was one."""
+        message = self.peer.receive(timeout_s)
+        if message is None:
+            return False
+        while message is not None:
+            self._attend(message)
+            message = self.peer.receive(0.0)
+        return True
+
+    def _attend(self, message: messages.Message) -> None:
+        match message:
+            case messages.Complete(pieces=pieces):
+                for piece in pieces:
+                    if self._end(piece):
+                        self._fail(f"a worker said that {_slots(piece)} is complete, but its header does not", tries=1)
+            case messages.Failed(order_id=order_id, first_slot=first, count=count, message=reason, tries=tries):
+                if self._end(Piece(order_id, first, count)):
+                    self._fail(reason, tries=tries)
+            case messages.Dropped(pieces=pieces, model=model):
+                self.peer.tell(model)
+                self.fence.learn(model)
+                self._follow()
+                if sum(self._end(piece) for piece in pieces):
+                    self._hold_until = time.monotonic() + BEHIND_S  # the broker does not know our model yet
+            case messages.Lost(pieces=pieces, worker=worker, dead=dead):
+                self._lose(pieces, worker, dead=dead)
+            case messages.Welcome() as welcome:
+                self._begin_anew(welcome)
+            case messages.StatsReply(stats=stats):
+                self._stats = stats
+            case messages.Stop():
+                self._on_event("stopped", {"run_id": self.run.run_id})
+            case messages.Error() as error:
+                self.spent = True
+                raise refusal(error, self.station.frontend)
+            case _:
+                logger.warning("dropped a %s that makes no sense to a student", type(message).__name__)
+
+    def _end(self, piece: Piece) -> int:
+        """Take what is complete of slots that nobody writes any more; return how many were waited for in vain."""
+        orders, (order_id, first, count) = self._orders, piece
+        if orders is None or not len(slots := orders.of(order_id, first, count)):
+            return 0
+        # Others of the piece may have been ordered anew since; what is of one order has tokens in turn.
+        one = int(slots[0])
+        token = (int(orders.token[one]) - (one - first)) & messages.U64
+        orders.landed(self.slots.complete(first, count, token, int(orders.generation[one])), first=first)
+        return orders.ended(order_id, first, count)
+
+    def _fail(self, reason: str, *, tries: int) -> None:
+        model = self.fence.model
+        self.failures.append(GeneratorFailed(f"model {model.model_id!r} gave no sample in {tries} tries: {reason}"))
+        self._on_event("failed", {"message": reason, "tries": tries})
+
+    def _lose(self, pieces: Iterable[Piece], worker: ProcessIdentity, *, dead: bool) -> None:
+        if self._orders is None:
+            return
+        # A worker on another host writes through our receiver, which lets no late token pass.
+        harmless = dead or worker.host != self.station.host
+        slots = sum(
+            self._orders.lost(piece.order_id, piece.first_slot, piece.count, writer=worker, dead=harmless)
+            for piece in pieces
+        )
+        self._on_event("lost", {"worker": worker, "slots": slots, "dead": dead})
+
+    def _bury(self) -> None:
+        """Free the slots of silent workers that are dead by now; give up a segment of which nothing else is left."""
+        orders = self._orders
+        if orders is None or not orders.writers:
+            return
+        for writer in orders.writers:
+            if is_alive(writer, self.station.host) is False:  # type: ignore[arg-type]
+                orders.writer_died(writer)
+        self.spent = orders.stuck
+
+    def _begin_anew(self, welcome: messages.Welcome) -> None:
+        """Tell a broker that knows nothing what is outstanding."""
+        self.welcome = welcome
+        self.fence.learn(welcome.model)
+        if welcome.run_id != self.run.run_id:
+            self.spent = True  # no worker of that run will attach a segment of this one
+            return
+        self._on_event("registered", {"run_id": welcome.run_id, "segment": self.segment.name})
+        if self._orders is not None:
+            self._look()
+            self._send(self._orders.unfinished(), resent=True)
+
+
+class _Registration:
+    """Make the HELLO of a session, in whichever thread asks; ``peer`` is set once there is one."""
+
+    def __init__(self, station: Station, segment: str) -> None:
+        self.peer: Peer | None = None
+        self._station, self._segment = station, segment
+        self._layout = messages.msgpack.packb(station.layout.to_wire())
+        self._identity = process_identity(station.host)
+
+    def __call__(self) -> messages.Hello:
+        station, peer = self._station, self.peer
+        return messages.Hello(
+            version=messages.PROTOCOL_VERSION,
+            session=peer.welcome.session if peer is not None and peer.welcome is not None else None,
+            student_id=station.student_id,
+            rank=station.rank,
+            identity=self._identity,
+            medium=station.medium,
+            segment=self._segment,
+            slot_count=station.slot_count,
+            packed_bytes=station.layout.packed_bytes,
+            layout=self._layout,
+            data_endpoint=None,
+            data_key=None,
+            model=peer.model if peer is not None else messages.NO_MODEL,
+        )
+
+
+class _Note:
+    """Pass on what a connection hears of the model, in any thread, without keeping the session alive."""
+
+    def __init__(self, fence: Fence, on_event: OnEvent) -> None:
+        self._fence, self._on_event = fence, on_event
+
+    def __call__(self, model: messages.ModelState) -> None:
+        self._fence.learn(model)
+        self._on_event("model", {"generation": model.generation, "model_id": model.model_id})
+
+
+def _slots(piece: Piece) -> str:
+    first, count = piece.first_slot, piece.count
+    return f"slot {first}" if count == 1 else f"slots {first} to {first + count - 1}"
