@@ -8,7 +8,6 @@ it is written, so that the next process that opens the mailbox can tell and remo
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import secrets
@@ -128,7 +127,7 @@ class FileMailbox:
         try:
             with open(descriptor, "wb", buffering=0) as file:
                 with suppress(OSError):  # without locks nothing is swept, either
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _lock(descriptor)
                 view = memoryview(data)
                 while view:
                     view = view[file.write(view) :]
@@ -145,7 +144,7 @@ class FileMailbox:
             except OSError:  # another process removed it, or it is none of ours
                 continue
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(descriptor)
                 path.unlink(missing_ok=True)
             except OSError:  # its writer lives, or the file system has no locks
                 continue
@@ -183,6 +182,13 @@ def _walk(folder: Path, prefix: str, after: str) -> Iterator[str]:
                     yield from _walk(folder / entry.name, key + "/", after)
             elif key > after and entry.is_file(follow_symlinks=False):
                 yield key
+
+
+def _lock(descriptor: int) -> None:
+    """Lock an open file without waiting; the system drops a dead process's lock."""
+    import fcntl  # here, since Windows has none and buckets do not need it
+
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _sync(folder: Path) -> None:

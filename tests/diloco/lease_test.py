@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from faulty_mailbox import Faults, FaultyMailbox
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_clock import VirtualClock
 
@@ -14,6 +19,7 @@ from mixle.diloco.clock import SystemClock
 from mixle.diloco.lease import IdInUse, Lease, LeaseKeeper, LeaseTable, Liveness, read_info
 from mixle.diloco.mailbox import PermanentMailboxError, TransientMailboxError
 from mixle.diloco.memory_mailbox import MemoryMailbox
+from mixle.diloco.object_store import open_mailbox
 from mixle.diloco.retrying import RetryingMailbox
 
 
@@ -108,8 +114,11 @@ def test_a_list_that_takes_long_does_not_count_as_silence():
     table = LeaseTable(4.0)
     key = ["leases/a/00000000-000000000001"]
     table.record(key, asked_at=0.0, answered_at=3.0)
-    table.record(key, asked_at=3.5, answered_at=9.0)
+    table.record(key, asked_at=4.0, answered_at=5.0)
+    table.record(key, asked_at=6.0, answered_at=9.0)
     assert table.state("a") == "alive"
+    table.record(key, asked_at=7.0, answered_at=9.0)
+    assert table.state("a") == "silent"
 
 
 def test_an_answer_that_comes_late_does_not_take_knowledge_back():
@@ -380,6 +389,7 @@ def test_a_keepers_thread_ends_when_the_id_was_taken(caplog):
     keeper.stop()
 
 
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), crash_at=st.floats(0.0, 30.0))
 def test_under_faults_a_living_node_stays_alive_and_a_dead_one_falls_silent(seed, crash_at):
     site = Site()
@@ -410,6 +420,39 @@ def test_under_faults_a_living_node_stays_alive_and_a_dead_one_falls_silent(seed
             continue
         assert liveness.states["a"] == "alive" or not renewing
     assert liveness.states["a"] == "silent"
+
+
+HOLDER = """
+import sys, threading
+from mixle.diloco.lease import Lease, LeaseKeeper, Liveness
+from mixle.diloco.object_store import open_mailbox
+mailbox = open_mailbox(sys.argv[1])
+lease = Lease(mailbox, "a", lease_every=0.1, lease_timeout=2.0)
+lease.acquire()
+LeaseKeeper(lease, Liveness(mailbox, lease_timeout=2.0)).start()
+print("held", flush=True)
+threading.Event().wait()
+"""
+
+
+def test_a_real_process_keeps_its_id_until_it_is_killed(tmp_path):
+    url = f"file://{tmp_path}/box"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, url],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    with holder:
+        try:
+            assert holder.stdout.readline() == "held\n"
+            lease = Lease(open_mailbox(url), "a", lease_every=0.1, lease_timeout=2.0)
+            with pytest.raises(IdInUse):
+                lease.acquire()
+        finally:
+            holder.send_signal(signal.SIGKILL)
+    lease.acquire()
+    assert lease.epoch == 1
 
 
 class SideClock:

@@ -150,6 +150,7 @@ def test_a_name_that_obstore_cannot_read_deeper_down_is_an_error_that_names_it(s
         mailbox.list("r/")
 
 
+@pytest.mark.slow
 def test_a_list_goes_over_several_pages(server):
     mailbox = open_mailbox(f"s3://{BUCKET}/{uuid.uuid4().hex}")
     name = mailbox._inner._store.prefix
