@@ -10,14 +10,15 @@ from mixle.experimental.tensor_pipeline_context_parallel.hardware import GIB, HA
 from mixle.experimental.tensor_pipeline_context_parallel.model_shape import NAMED_SHAPES, ModelShape, shape_of_size
 from mixle.experimental.tensor_pipeline_context_parallel.propose import propose_plans
 from mixle.experimental.tensor_pipeline_context_parallel.workload import Precision, Recompute
+from mixle.utils.exact import require_finite_float
 
 MODEL, STEP, TABLE = "The model", "The step", "The table"
 
 
 def plan(
     context: typer.Context,
-    gpus: Annotated[int, typer.Option(help="Accelerators.")],
-    seq_len: Annotated[int, typer.Option(help="Tokens of a row.", rich_help_panel=STEP)],
+    gpus: Annotated[int, typer.Option(help="Accelerators.", min=1)],
+    seq_len: Annotated[int, typer.Option(help="Tokens of a row.", rich_help_panel=STEP, min=1)],
     params: Annotated[
         str | None,
         typer.Option(help=f"A size such as 8B or 1.3B, or one of {', '.join(NAMED_SHAPES)}.", rich_help_panel=MODEL),
@@ -41,11 +42,13 @@ def plan(
     hardware: Annotated[str, typer.Option(help=f"One of {', '.join(HARDWARE)}.")] = "h100",
     batch_size: Annotated[
         int | None,
-        typer.Option(help="Rows of each data replica in a step; ranks by time per token.", rich_help_panel=STEP),
+        typer.Option(help="Rows of each data replica in a step; ranks by time per token.", rich_help_panel=STEP, min=1),
     ] = None,
     global_batch_size: Annotated[
         int | None,
-        typer.Option(help="Rows of all replicas, in place of --batch-size; ranks by time.", rich_help_panel=STEP),
+        typer.Option(
+            help="Rows of all replicas, in place of --batch-size; ranks by time.", rich_help_panel=STEP, min=1
+        ),
     ] = None,
     precision: Annotated[Precision, typer.Option(help="Of matrix products.", rich_help_panel=STEP)] = "bf16",
     recompute: Annotated[
@@ -109,8 +112,12 @@ def plan(
             precision=precision,
             compiled=compiled,
             recompute=recompute,
-            memory_limit=None if memory_gib is None else round(memory_gib * GIB),
+            memory_limit=None if memory_gib is None else _bytes(memory_gib),
         )
     except ValueError as error:
         raise typer.BadParameter(str(error), ctx=context) from None
     typer.echo(proposals.table(rows=rows, near_misses=near_misses))
+
+
+def _bytes(gib: float) -> int:
+    return max(1, round(require_finite_float(gib, "memory-gib", exclusive_minimum=0.0) * GIB))

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from mixle.experimental.tensor_pipeline_context_parallel.workload import Precision
+from mixle.experimental.tensor_pipeline_context_parallel.workload import PRECISIONS, Precision
+from mixle.utils.exact import require_choice, require_finite_float, require_positive_int
 
 GIB = 2**30
 
@@ -37,6 +38,17 @@ class Hardware:
     per_node: int = 8
     link_latency: float = 10e-6
     network_latency: float = 25e-6
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "per_node"):
+            require_positive_int(getattr(self, name), name)
+        for name in ("bandwidth", "link", "network"):
+            require_finite_float(getattr(self, name), name, exclusive_minimum=0.0)
+        for name in ("link_latency", "network_latency"):
+            require_finite_float(getattr(self, name), name, minimum=0.0)
+        for precision, rate in self.matmul.items():
+            require_choice(precision, "precision in matmul", PRECISIONS)
+            require_finite_float(rate, f"matmul[{precision!r}]", exclusive_minimum=0.0)
 
 
 def _gpu(

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mixle.utils.exact import require_choice, require_exact_bool, require_positive_int
+from mixle.utils.exact import require_choice, require_exact_bool, require_nonnegative_int, require_positive_int
 
 Norm = Literal["rms", "layer"]
 
@@ -47,10 +47,13 @@ class ModelShape:
     def __post_init__(self) -> None:
         for attribute in ("vocab", "d_model", "n_layer", "n_head"):
             object.__setattr__(self, attribute, require_positive_int(getattr(self, attribute), attribute))
+        for attribute in ("n_kv_head", "head_width", "d_mlp", "learned_positions"):
+            object.__setattr__(self, attribute, require_nonnegative_int(getattr(self, attribute), attribute))
         if self.head_width == 0 and self.d_model % self.n_head:
             raise ValueError(
                 f"n_head={self.n_head} must divide d_model={self.d_model}; nearest that does: "
-                f"{max(h for h in range(1, self.n_head) if self.d_model % h == 0)}, or give head_width"
+                f"{max(h for h in range(1, min(self.n_head, self.d_model + 1)) if self.d_model % h == 0)}, "
+                "or give head_width"
             )
         defaults = {
             "n_kv_head": self.n_head,
@@ -58,8 +61,7 @@ class ModelShape:
             "d_mlp": 4 * self.d_model,
         }
         for attribute, value in defaults.items():
-            given = getattr(self, attribute) or value
-            object.__setattr__(self, attribute, require_positive_int(given, attribute))
+            object.__setattr__(self, attribute, getattr(self, attribute) or value)
         if self.n_head % self.n_kv_head:
             fits = max(h for h in range(1, min(self.n_kv_head, self.n_head) + 1) if self.n_head % h == 0)
             raise ValueError(f"n_kv_head={self.n_kv_head} must divide n_head={self.n_head}; nearest that does: {fits}")
@@ -177,7 +179,7 @@ def shape_of_size(size: str) -> ModelShape:
     as wide as the model, ``d_model = 128 * n_layer``, and 32,000 token ids.
 
     Raises:
-        ValueError: neither a known name nor a number of at least 1M.
+        ValueError: neither a known name nor a number of at least 1M, or one beyond the largest such shape.
     """
     if size.lower() in NAMED_SHAPES:
         return NAMED_SHAPES[size.lower()]
@@ -191,6 +193,10 @@ def shape_of_size(size: str) -> ModelShape:
     if near:
         return near[-1]
     candidates = [_scaled(width, size) for width in range(128, 65_536, 128)]
+    if parameters > candidates[-1].parameters:
+        raise ValueError(
+            f"params={size!r} must be at most {candidates[-1].parameters / 1e12:.1f}T; describe larger models by widths"
+        )
     return min(candidates, key=lambda shape: abs(shape.parameters - parameters))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import chain, pairwise
 from typing import Literal
 
 from mixle.utils.exact import require_choice, require_positive_int
@@ -13,6 +15,9 @@ PpSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 CP_MODES: tuple[CpMode, ...] = ("ring", "allgather")
 STAGES_PER_RANK: dict[PpSchedule, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
+MOST_RANKS = 1 << 20
+MOST_ROWS = 1 << 31
+MOST_MICROBATCHES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +135,23 @@ def split_blocks(n_layer: int, stages: int) -> tuple[range, ...]:
     return tuple(range(start, end) for start, end in pairwise(ends))
 
 
-def default_microbatches(batch_size: int, pp: int) -> int:
-    """Return the smallest divisor of ``batch_size`` that keeps ``pp`` ranks busy, or all rows apart if none does."""
-    return next((m for m in range(pp, batch_size + 1) if batch_size % m == 0), batch_size)
+def makes_whole_rounds(microbatches: int, pp: int, schedule: PpSchedule) -> bool:
+    """Return whether a schedule takes so many: looped ones of torch run in equal rounds of about ``pp`` each."""
+    return STAGES_PER_RANK[schedule] == 1 or microbatches % max(1, microbatches // pp) == 0
+
+
+@lru_cache(maxsize=256)
+def default_microbatches(batch_size: int, pp: int, schedule: PpSchedule = "1f1b") -> int:
+    """Return the smallest divisor of ``batch_size`` that keeps ``pp`` ranks busy, or else the largest.
+
+    Only those count that the schedule takes; more than 65,536 are never chosen.
+    """
+    tried = chain(range(pp, min(batch_size, MOST_MICROBATCHES) + 1), range(min(pp - 1, batch_size), 0, -1))
+    return next(m for m in tried if batch_size % m == 0 and makes_whole_rounds(m, pp, schedule))
+
+
+@lru_cache(maxsize=256)
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a positive number, smallest first."""
+    low = [small for small in range(1, math.isqrt(number) + 1) if number % small == 0]
+    return (*low, *(number // small for small in reversed(low) if small * small != number))

@@ -14,6 +14,8 @@ from mixle.experimental.tensor_pipeline_context_parallel.plan import (
     Plan,
     PpSchedule,
     default_microbatches,
+    divisors,
+    makes_whole_rounds,
 )
 
 
@@ -50,6 +52,17 @@ class Fault(NamedTuple):
 
 
 Rule = Callable[[Request], Fault | None]
+
+_SIZES = ("tp_size", "pp_size", "cp_size")
+_BOUNDS = {
+    "tp_size": ("n_head", "n_kv_head", "d_mlp", "vocab", "world_size"),
+    "pp_size": ("blocks", "world_size"),
+    "cp_size": ("block", "longest", "world_size"),
+    "microbatches": ("batch_size",),
+    "block": ("longest",),
+}
+_REACH = 4096  # how far a value is looked for
+_NEAREST = 4  # sizes of each axis that are tried together
 
 
 def _divides(attribute: str) -> Rule:
@@ -110,17 +123,22 @@ def _even_microbatches(request: Request) -> Fault | None:
     return Fault("microbatches", f"microbatches={request.microbatches} must divide batch_size={request.batch_size}")
 
 
-def _whole_rounds(request: Request) -> Fault | None:
-    """Looped schedules of torch run in rounds of about ``pp_size`` microbatches, all equally long."""
-    if request.pp_size == 1 or STAGES_PER_RANK[request.pp_schedule] == 1 or request.microbatches is None:
+def _parts_pass_a_pipeline(request: Request) -> Fault | None:
+    if request.pp_size > 1 or request.microbatches in (None, 1):
         return None
-    rounds = max(1, request.microbatches // request.pp_size)
-    if request.microbatches % rounds == 0:
+    return Fault("microbatches", f"microbatches={request.microbatches} must pass a pipeline, and pp_size=1 is none")
+
+
+def _whole_rounds(request: Request) -> Fault | None:
+    if request.pp_size == 1 or request.microbatches is None:
+        return None
+    if makes_whole_rounds(request.microbatches, request.pp_size, request.pp_schedule):
         return None
     return Fault(
         "microbatches",
-        f"microbatches={request.microbatches} over pp_size={request.pp_size} make {rounds} rounds of "
-        f"pp_schedule={request.pp_schedule!r}, which must be equally long",
+        f"microbatches={request.microbatches} over pp_size={request.pp_size} make "
+        f"{request.microbatches // request.pp_size} rounds of pp_schedule={request.pp_schedule!r}, which must be "
+        "equally long",
     )
 
 
@@ -134,6 +152,7 @@ RULES: tuple[Rule, ...] = (
     _even_sequence,
     _fills_world,
     _even_microbatches,
+    _parts_pass_a_pipeline,
     _whole_rounds,
 )
 
@@ -150,9 +169,11 @@ def neighbours(request: Request, fault: Fault) -> str:
     """
     if fault.argument != "world_size":
         value = getattr(request, fault.argument)
-        reach = value + max(value, request.ranks_per_replica, 64)
-        below = next((v for v in range(value - 1, 0, -1) if _keeps(request, {fault.argument: v})), None)
-        above = next((v for v in range(value + 1, reach + 1) if _keeps(request, {fault.argument: v})), None)
+        most = _most(request, fault.argument, value + _REACH)
+        top = min(value - 1, most)
+        below = next((v for v in range(top, max(0, top - _REACH), -1) if _keeps(request, {fault.argument: v})), None)
+        end = min(value + _REACH, most)
+        above = next((v for v in range(value + 1, end + 1) if _keeps(request, {fault.argument: v})), None)
         nearest = [str(v) for v in (below, above) if v is not None]
         if nearest:
             return ", ".join(nearest)
@@ -167,7 +188,9 @@ def resolve(request: Request) -> tuple[Plan, tuple[str, ...]]:
     schedule, microbatches = request.pp_schedule, 1
     if request.pp_size > 1:
         microbatches = request.microbatches or (
-            request.pp_size if request.batch_size is None else default_microbatches(request.batch_size, request.pp_size)
+            request.pp_size
+            if request.batch_size is None
+            else default_microbatches(request.batch_size, request.pp_size, schedule)
         )
         if microbatches < request.pp_size:
             notes.append(
@@ -199,21 +222,39 @@ def _keeps(request: Request, change: dict[str, int]) -> bool:
 
 def _changes(request: Request) -> Iterator[dict[str, int]]:
     """Yield sizes to try together, the nearest in the ratio of sizes first; all at 1 keeps every rule."""
-    world = request.world_size
-    sizes = [
-        size for size in range(1, (world or 2 * request.ranks_per_replica) + 1) if world is None or world % size == 0
-    ]
-    asked = (request.tp_size, request.pp_size, request.cp_size)
-    bounds = (request.n_head or 1, request.blocks or 1, (request.block or request.longest or 1))
-    axes = ([size for size in sizes if size <= bound] for bound in bounds)
-    meshes = sorted(
-        itertools.product(*axes), key=lambda mesh: sum(abs(math.log(a / b)) for a, b in zip(mesh, asked, strict=True))
-    )
     others: dict[str, int] = {}
     if request.block is not None and request.longest is not None:
         others["block"] = min(request.block, request.longest)
-    for tp, pp, cp in meshes:
-        mesh = {"tp_size": tp, "pp_size": pp, "cp_size": cp}
-        yield {**mesh, **others}
+    alone = {"tp_size": 1, "pp_size": 1, "cp_size": 1, "world_size": None, "batch_size": None, "microbatches": None}
+    by_itself = replace(request, **alone, **others)  # type: ignore[arg-type]
+    tp_sizes, pp_sizes, cp_sizes = (_sizes(request, by_itself, name) for name in _SIZES)
+    world = request.world_size or 0  # 0 is divided by all
+    meshes = [
+        (tp, pp, cp)
+        for tp, pp in itertools.product(tp_sizes, pp_sizes)
+        if world % (tp * pp) == 0
+        for cp in cp_sizes
+        if world % (tp * pp * cp) == 0
+    ]
+    asked = [math.log(getattr(request, name)) for name in _SIZES]
+    meshes.sort(key=lambda mesh: sum(abs(math.log(a) - b) for a, b in zip(mesh, asked, strict=True)))
+    for mesh in meshes:
+        sizes = dict(zip(_SIZES, mesh, strict=True))
+        yield {**sizes, **others}
         if request.microbatches is not None:
-            yield {**mesh, **others, "microbatches": 1}
+            yield {**sizes, **others, "microbatches": 1}
+
+
+def _sizes(request: Request, by_itself: Request, name: str) -> list[int]:
+    """Return sizes of one axis that keep every rule if the others are 1; those nearest to what was asked."""
+    asked, most = getattr(request, name), _most(by_itself, name, 1)
+    known = divisors(request.world_size) if request.world_size else range(1, min(2 * asked, most, _REACH) + 1)
+    keep = [size for size in known if size <= most and _keeps(by_itself, {name: size})]
+    if request.world_size:
+        return keep
+    return sorted(keep, key=lambda size: abs(math.log(size) - math.log(asked)))[:_NEAREST]
+
+
+def _most(request: Request, name: str, unknown: int) -> int:
+    """Return what a value that keeps the rules is at most; ``unknown`` where nothing tells."""
+    return min((bound for by in _BOUNDS[name] if (bound := getattr(request, by)) is not None), default=unknown)

@@ -11,13 +11,22 @@ from typing import Any
 from mixle.experimental.tensor_pipeline_context_parallel.hardware import GIB, HARDWARE, Hardware
 from mixle.experimental.tensor_pipeline_context_parallel.memory import memory_by_rank
 from mixle.experimental.tensor_pipeline_context_parallel.model_shape import ModelShape, shape_of_size
-from mixle.experimental.tensor_pipeline_context_parallel.plan import CP_MODES, STAGES_PER_RANK, Plan, PpSchedule
+from mixle.experimental.tensor_pipeline_context_parallel.plan import (
+    CP_MODES,
+    MOST_RANKS,
+    MOST_ROWS,
+    STAGES_PER_RANK,
+    Plan,
+    PpSchedule,
+    default_microbatches,
+    divisors,
+)
 from mixle.experimental.tensor_pipeline_context_parallel.plan_rules import Request, first_fault, resolve
 from mixle.experimental.tensor_pipeline_context_parallel.proposals import Exclusion, Proposal, Proposals
 from mixle.experimental.tensor_pipeline_context_parallel.report import readable
 from mixle.experimental.tensor_pipeline_context_parallel.step_time import step_time
 from mixle.experimental.tensor_pipeline_context_parallel.workload import RECOMPUTES, Precision, Recompute, Workload
-from mixle.utils.exact import require_choice, require_positive_int
+from mixle.utils.exact import require_choice, require_exact_int, require_positive_int
 
 CONTEXT_BYTES = 2 * GIB
 """What an accelerator's driver and communication buffers take beside what the allocator reserves."""
@@ -68,18 +77,22 @@ def propose_plans(
     device = HARDWARE[require_choice(hardware, "hardware", HARDWARE)] if isinstance(hardware, str) else hardware
     if not isinstance(device, Hardware):
         raise TypeError(f"hardware={hardware!r} must be a name or a Hardware")
-    world = require_positive_int(world_size, "world_size")
+    world = require_exact_int(world_size, "world_size", minimum=1, maximum=MOST_RANKS)
     if (batch_size is None) == (global_batch_size is None):
         raise ValueError("give one of batch_size (rows of each replica) and global_batch_size (rows of all)")
-    rows = None if batch_size is None else require_positive_int(batch_size, "batch_size")
-    all_rows = None if global_batch_size is None else require_positive_int(global_batch_size, "global_batch_size")
+    rows, all_rows = _rows(batch_size, "batch_size"), _rows(global_batch_size, "global_batch_size")
     limit = (
-        device.memory - CONTEXT_BYTES if memory_limit is None else require_positive_int(memory_limit, "memory_limit")
+        max(0, device.memory - CONTEXT_BYTES)
+        if memory_limit is None
+        else require_positive_int(memory_limit, "memory_limit")
     )
     widest = device.per_node if max_tp is None else require_positive_int(max_tp, "max_tp")
     base = Workload(
         batch_size=1, seq_len=require_positive_int(seq_len, "seq_len"), precision=precision, compiled=compiled
     )
+    longest = getattr(model, "block", None)
+    if isinstance(longest, int) and base.seq_len > longest:
+        raise ValueError(f"seq_len={base.seq_len} must be at most the module's block={longest}")
     choices: tuple[Recompute, ...] = ("none", "full")
     if recompute is not None:
         choices = (require_choice(recompute, "recompute", RECOMPUTES),)
@@ -115,6 +128,10 @@ def propose_plans(
     return Proposals(title=title, ranked=tuple(ranked), excluded=tuple(excluded), limit=limit)
 
 
+def _rows(value: object, name: str) -> int | None:
+    return None if value is None else require_exact_int(value, name, minimum=1, maximum=MOST_ROWS)
+
+
 def _count(parameters: int) -> str:
     return f"{parameters / 1e9:.3g}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
 
@@ -127,10 +144,12 @@ def _shape(model: Any) -> ModelShape:
 
 def _meshes(world: int, widest: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield (dp, tp, pp, cp) with that product."""
-    sizes = [size for size in range(1, world + 1) if world % size == 0]
-    for tp, pp, cp in itertools.product(sizes, repeat=3):
-        if tp <= widest and world % (tp * pp * cp) == 0:
-            yield world // (tp * pp * cp), tp, pp, cp
+    for tp in divisors(world):
+        if tp > widest:
+            return
+        for pp in divisors(world // tp):
+            for cp in divisors(world // tp // pp):
+                yield world // (tp * pp * cp), tp, pp, cp
 
 
 def _passes(rows: int | None, rows_per_replica: int | None, pp: int) -> list[tuple[int, int]]:
@@ -140,11 +159,7 @@ def _passes(rows: int | None, rows_per_replica: int | None, pp: int) -> list[tup
         return [(rows, 1)]
     if pp > 1:
         return [(rows_per_replica, 1)]
-    return [
-        (rows_per_replica // passes, passes)
-        for passes in range(1, rows_per_replica + 1)
-        if rows_per_replica % passes == 0
-    ]
+    return [(rows_per_replica // passes, passes) for passes in divisors(rows_per_replica)]
 
 
 def _tries(
@@ -197,6 +212,4 @@ def _microbatches(batch_size: int, pp: int) -> Sequence[int | None]:
     """Return divisors of the batch worth trying: at least as many parts as ranks, two and four times as many, all."""
     if pp == 1:
         return [None]
-    divisors = [parts for parts in range(1, batch_size + 1) if batch_size % parts == 0]
-    wanted = [next((parts for parts in divisors if parts >= pp * times), batch_size) for times in (1, 2, 4)]
-    return sorted({*wanted, batch_size})
+    return sorted({*(default_microbatches(batch_size, pp * times) for times in (1, 2, 4)), batch_size})

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from mixle.utils.exact import require_nonnegative_int
+
 _INTEGERS = {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1}
 _FLOATS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _BYTES = {**_INTEGERS, **_FLOATS, "bool": 1}
@@ -30,7 +32,7 @@ class _Spec:
 
 def check_sample(
     sample: Any, *, length: int | None, longest: int | None, vocab: int | None, parts: int
-) -> tuple[int, int]:
+) -> tuple[int, int, int]:
     """Check the tensors of one sample against a model and the parts that sequences are split into.
 
     A sample has token ids: an integer tensor of one axis, named ``input_ids``, ``ids``, ``inputs``, ``tokens`` or the
@@ -46,7 +48,7 @@ def check_sample(
         parts: that a sequence is split into; 1 if it is not.
 
     Returns:
-        Bytes of one sample's tensors along the sequence, and of the others.
+        Its tokens, and the bytes of its tensors along the sequence and of the others.
 
     Raises:
         TypeError: no specs.
@@ -81,7 +83,7 @@ def check_sample(
                 f"{tokens} tokens of {ids.name}; put the sequence first, or use cp_size=1"
             )
     along = sum(spec.nbytes for spec in specs if spec.shape and spec.shape[0] == tokens)
-    return along, sum(spec.nbytes for spec in specs) - along
+    return tokens, along, sum(spec.nbytes for spec in specs) - along
 
 
 def _read(sample: Any) -> list[_Spec]:
@@ -90,11 +92,11 @@ def _read(sample: Any) -> list[_Spec]:
         raise TypeError(f"sample={sample!r} must have specs, a list of tensors' names, shapes and dtypes")
     read = []
     for spec in specs:
-        try:
-            name, shape = str(spec.name), tuple(int(size) for size in spec.shape)
-            dtype = str(spec.dtype).removeprefix("torch.")
-        except (AttributeError, TypeError, ValueError):
-            raise TypeError(f"sample has {spec!r}, which lacks one of name, shape (integers) and dtype") from None
+        name, sizes, kind = (getattr(spec, fact, None) for fact in ("name", "shape", "dtype"))
+        if not isinstance(name, str) or not isinstance(sizes, (list, tuple)) or kind is None:
+            raise TypeError(f"sample has {spec!r}, which lacks one of name, shape (a tuple of integers) and dtype")
+        shape = tuple(require_nonnegative_int(size, f"sample {name}") for size in sizes)
+        dtype = str(kind).removeprefix("torch.")
         if dtype not in _BYTES:
             raise ValueError(f"sample {name} has dtype {dtype}, not one of {', '.join(_BYTES)}")
         read.append(_Spec(name, shape, dtype))

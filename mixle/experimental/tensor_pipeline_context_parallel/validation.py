@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
+from dataclasses import replace
 from typing import Any, Literal
 
 from mixle.experimental.tensor_pipeline_context_parallel.memory import (
@@ -12,6 +14,8 @@ from mixle.experimental.tensor_pipeline_context_parallel.memory import (
 from mixle.experimental.tensor_pipeline_context_parallel.model_shape import ModelShape
 from mixle.experimental.tensor_pipeline_context_parallel.plan import (
     CP_MODES,
+    MOST_RANKS,
+    MOST_ROWS,
     STAGES_PER_RANK,
     CpMode,
     Plan,
@@ -23,9 +27,11 @@ from mixle.experimental.tensor_pipeline_context_parallel.report import PlanRepor
 from mixle.experimental.tensor_pipeline_context_parallel.sample_check import check_sample
 from mixle.experimental.tensor_pipeline_context_parallel.traffic import traffic
 from mixle.experimental.tensor_pipeline_context_parallel.workload import Workload
-from mixle.utils.exact import require_choice, require_exact_bool, require_positive_int
+from mixle.utils.exact import require_choice, require_exact_bool, require_exact_int, require_positive_int
 
 __all__ = ["validate_tp_pp_cp_plan"]
+
+_FACTS = ("n_head", "n_kv_head", "d_mlp", "vocab", "blocks", "block")
 
 
 def validate_tp_pp_cp_plan(
@@ -58,7 +64,7 @@ def validate_tp_pp_cp_plan(
         world_size: ranks in all, a multiple of the product of the sizes; by default their product.
         batch_size: rows of one data replica in a step; by default one per microbatch.
         microbatches: parts that it is cut into for a pipeline; by default its smallest divisor of at least ``pp_size``.
-        block: tokens of a row; by default the module's longest.
+        block: tokens of a row; by default the sample's, or else the module's longest.
         cp_mode: ``"ring"`` passes keys and values from rank to rank, ``"allgather"`` gathers those of the sequence.
         sample: a ``BatchConfig`` of what a teacher sends, or any object with its ``specs``.
         pp_schedule: the order of microbatches.
@@ -70,12 +76,13 @@ def validate_tp_pp_cp_plan(
         TypeError: an argument of the wrong type, or a module that lacks what an axis needs; names it.
         ValueError: an argument that does not fit; gives the numbers, and the nearest that pass every check.
     """
+    _require_module(module)
     request = Request(
         tp_size=require_positive_int(tp_size, "tp_size"),
         pp_size=require_positive_int(pp_size, "pp_size"),
         cp_size=require_positive_int(cp_size, "cp_size"),
-        world_size=_optional(world_size, "world_size"),
-        batch_size=_optional(batch_size, "batch_size"),
+        world_size=_optional(world_size, "world_size", MOST_RANKS),
+        batch_size=_optional(batch_size, "batch_size", MOST_ROWS),
         microbatches=_optional(microbatches, "microbatches"),
         block=_optional(block, "block"),
         cp_mode=require_choice(cp_mode, "cp_mode", CP_MODES),
@@ -91,19 +98,20 @@ def validate_tp_pp_cp_plan(
     require_choice(precision, "precision", ("fp32", "bf16"))
     require_exact_bool(activation_checkpointing, "activation_checkpointing")
     _require_facts(module, request)
+    along = whole = 0
+    if sample is not None:
+        parts = request.cp_size * (2 if request.cp_mode == "ring" and request.cp_size > 1 else 1)
+        tokens, along, whole = check_sample(
+            sample, length=request.block, longest=request.longest, vocab=request.vocab, parts=parts
+        )
+        request = replace(request, block=tokens)
     fault = first_fault(request)
     if fault is not None:
         raise ValueError(f"{fault.statement}; nearest that do: {neighbours(request, fault)}")
 
     plan, notes = resolve(request)
     rows = request.batch_size or plan.microbatches
-    sample_bytes = None
-    if sample is not None:
-        parts = plan.cp * (2 if plan.cp_mode == "ring" and plan.cp > 1 else 1)
-        along, whole = check_sample(
-            sample, length=request.block, longest=request.longest, vocab=request.vocab, parts=parts
-        )
-        sample_bytes = rows * (along // plan.cp + whole)
+    sample_bytes = None if sample is None else rows * (along // plan.cp + whole)
     length, shape = request.block or request.longest, _shape(module)
     if shape is None or length is None:
         return _counted_only(module, plan, fsdp=parallel == "fsdp", sample_bytes=sample_bytes, notes=notes)
@@ -131,20 +139,29 @@ def validate_tp_pp_cp_plan(
     )
 
 
-def _optional(value: object, name: str) -> int | None:
-    return None if value is None else require_positive_int(value, name)
+def _require_module(module: Any) -> None:
+    tells = callable(getattr(module, "parameters", None)) or any(hasattr(module, name) for name in _FACTS)
+    if isinstance(module, type) or not tells:
+        raise TypeError(f"module={module!r:.80} must be a torch module or a ModelShape, not {type(module).__name__}")
+
+
+def _optional(value: object, name: str, most: int | None = None) -> int | None:
+    return None if value is None else require_exact_int(value, name, minimum=1, maximum=most)
 
 
 def _fact(module: Any, name: str) -> int | None:
-    value = getattr(module, name, None)
-    return None if value is None else int(value)
+    """Return a number that the module tells; its attribute of that name may also be a layer, or a table of words."""
+    try:
+        return require_positive_int(getattr(module, name, None), name)
+    except TypeError:
+        return None
 
 
 def _block_count(module: Any) -> int | None:
     if isinstance(module, ModelShape):
         return module.n_layer
     blocks = getattr(module, "blocks", None)
-    return None if blocks is None else len(blocks)
+    return len(blocks) if isinstance(blocks, Sized) else None
 
 
 def _require_facts(module: Any, request: Request) -> None:
@@ -159,7 +176,7 @@ def _require_facts(module: Any, request: Request) -> None:
         if getattr(request, axis) > 1 and lacking:
             raise TypeError(
                 f"{axis}={getattr(request, axis)} needs a module with {lacking[0]}, which {type(module).__name__} "
-                f"lacks; use {axis}=1"
+                f"lacks; use {axis}=1" + (", or give block" if axis == "cp_size" else "")
             )
 
 
@@ -168,7 +185,7 @@ def _shape(module: Any) -> ModelShape | None:
         return module
     try:
         return ModelShape.of(module)
-    except TypeError:
+    except (TypeError, ValueError):
         return None
 
 

@@ -58,6 +58,12 @@ def test_a_limit_excludes_what_needs_more():
     ([*STEP, "--params", "8B", "--global-batch-size", "4"], "give one of batch_size"),
     ([*STEP, "--params", "8B", "--precision", "int4"], "--precision"),
     (["--params", "8B", "--batch-size", "2", "--seq-len", "8192"], "--gpus"),
+    (["--params", "8B", "--batch-size", "2", "--seq-len", "8192", "--gpus", "0"], "--gpus"),
+    ([*STEP, "--params", "8B", "--batch-size", "0"], "--batch-size"),
+    ([*STEP, "--params", "8B", "--seq-len", "-1"], "--seq-len"),
+    ([*STEP, "--params", "8B", "--memory-gib", "nan"], "memory-gib=nan must be finite"),
+    ([*STEP, "--params", "8B", "--memory-gib", "inf"], "memory-gib=inf must be finite"),
+    ([*STEP, "--params", "8B", "--memory-gib", "-1"], "memory-gib=-1.0 must be above 0"),
     ([*STEP, *WIDTHS, "--kv-heads", "0"], "--kv-heads"),
     ([*STEP, *WIDTHS, "--kv-heads", "3"], "n_kv_head=3 must divide n_head=8"),
 ])  # fmt: skip

@@ -15,11 +15,24 @@ from mixle.models.transformer import CausalLM
     ({"n_head": 3}, "n_head=3 must divide d_model=64; nearest that does: 2"),
     ({"n_kv_head": 3}, "n_kv_head=3 must divide n_head=4; nearest that does: 2"),
     ({"vocab": 0}, "vocab=0 must be at least 1"),
+    ({"n_head": 10**12}, "n_head=1000000000000 must divide d_model=64; nearest that does: 64"),
+    ({"learned_positions": -1}, "learned_positions=-1 must be at least 0"),
     ({"norm": "batch"}, "norm='batch' must be one of"),
 ])  # fmt: skip
 def test_a_shape_that_cannot_be_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
         ModelShape(**{"vocab": 10, "d_model": 64, "n_layer": 2, "n_head": 4, **values})
+
+
+@pytest.mark.parametrize("values", [{"n_kv_head": False}, {"d_mlp": 64.0}, {"learned_positions": True}])
+def test_a_width_that_is_no_integer_is_refused(values):
+    with pytest.raises(TypeError, match=f"{next(iter(values))}=.* must be an integer"):
+        ModelShape(vocab=10, d_model=64, n_layer=2, n_head=4, **values)
+
+
+def test_more_parameters_than_the_largest_shape_are_refused():
+    with pytest.raises(ValueError, match="params='100000T' must be at most"):
+        shape_of_size("100000T")
 
 
 def test_a_shape_is_read_off_a_module():

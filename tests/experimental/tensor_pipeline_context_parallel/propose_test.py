@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,8 @@ from mixle.experimental.tensor_pipeline_context_parallel.memory import memory_by
 from mixle.experimental.tensor_pipeline_context_parallel.model_shape import ModelShape
 from mixle.experimental.tensor_pipeline_context_parallel.propose import propose_plans
 from mixle.models.transformer import CausalLM
+
+SHORT = CausalLM(1000, 128, 4, 4, 64)
 
 
 def propose(model="llama3-8b", world_size=8, **options):
@@ -116,6 +120,35 @@ def test_a_module_is_as_good_as_a_name():
     assert propose(module, 2, hardware="cpu", batch_size=2, seq_len=1024, precision="fp32")[0].plan.world_size == 2
 
 
+@pytest.mark.parametrize("world", [1, 7, 13])
+def test_one_accelerator_and_prime_numbers_of_them_get_plans(world):
+    proposals = propose("350M", world, batch_size=2, seq_len=1024)
+    assert {p.plan.world_size for p in proposals} == {world}
+
+
+def test_many_ranks_and_a_prime_number_of_rows_get_an_answer():
+    assert len(propose("8B", 2**14, batch_size=1_000_003).excluded) > 0
+
+
+@pytest.mark.parametrize(("values", "error", "message"), [
+    ({"memory": 0}, ValueError, "memory=0 must be at least 1"),
+    ({"bandwidth": 0.0}, ValueError, "bandwidth=0.0 must be above 0"),
+    ({"link": float("nan")}, ValueError, "link=nan must be finite"),
+    ({"network_latency": -1e-6}, ValueError, "network_latency=-1e-06 must be at least 0"),
+    ({"matmul": {"bf16": -1.0}}, ValueError, r"matmul\['bf16'\]=-1.0 must be above 0"),
+    ({"matmul": {"int4": 1.0}}, ValueError, "precision in matmul='int4' must be one of"),
+    ({"per_node": True}, TypeError, "per_node=True must be an integer"),
+])  # fmt: skip
+def test_hardware_that_cannot_be_is_refused(values, error, message):
+    with pytest.raises(error, match=message):
+        dataclasses.replace(HARDWARE["h100"], **values)
+
+
+def test_a_tiny_accelerator_fits_nothing():
+    tiny = dataclasses.replace(HARDWARE["h100"], memory=GIB)
+    assert "No plan fits into 0 B per rank." in str(propose("8B", 2, hardware=tiny, batch_size=1))
+
+
 @settings(deadline=None, max_examples=20)
 @given(world=st.sampled_from([1, 2, 6, 8, 12]), rows=st.integers(1, 24), hardware=st.sampled_from([*HARDWARE]))
 def test_any_world_and_batch_get_an_answer(world, rows, hardware):
@@ -132,6 +165,12 @@ def test_any_world_and_batch_get_an_answer(world, rows, hardware):
     ({"global_batch_size": 4}, ValueError, "give one of batch_size"),
     ({"batch_size": 0}, ValueError, "batch_size=0 must be at least 1"),
     ({"seq_len": 1.5}, TypeError, "seq_len=1.5 must be an integer"),
+    ({"seq_len": 0}, ValueError, "seq_len=0 must be at least 1"),
+    ({"world_size": 10**12}, ValueError, "world_size=1000000000000 must be at most"),
+    ({"batch_size": 10**12}, ValueError, "batch_size=1000000000000 must be at most"),
+    ({"memory_limit": 0}, ValueError, "memory_limit=0 must be at least 1"),
+    ({"model": SHORT, "seq_len": 65}, ValueError, "seq_len=65 must be at most the module's block=64"),
+    ({"model": None}, TypeError, "NoneType has no vocab"),
     ({"recompute": "all"}, ValueError, "recompute='all' must be one of"),
     ({"hardware": "a100", "precision": "fp8"}, ValueError, "precision='fp8' is not one that a100 has"),
 ])  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mixle.data.teacher.specs import BatchConfig, TensorSpec
 from mixle.experimental.tensor_pipeline_context_parallel import validate_tp_pp_cp_plan
 from mixle.experimental.tensor_pipeline_context_parallel.model_shape import NAMED_SHAPES
 from mixle.models.transformer import CausalLM
@@ -47,6 +48,12 @@ BAD_PLANS = [
     ({"pp_size": 2, "batch_size": 7, "microbatches": 2}, "microbatches=2 must divide batch_size=7"),
     ({"pp_size": 2, "batch_size": 4, "microbatches": 8}, "microbatches=8 must divide batch_size=4"),
     ({"batch_size": 9, "microbatches": 2}, "microbatches=2 must divide batch_size=9"),
+    ({"batch_size": 8, "microbatches": 4}, "microbatches=4 must pass a pipeline, and pp_size=1 is none"),
+    ({"tp_size": 10**400}, "must divide n_head=8"),
+    ({"tp_size": 10**9, "pp_size": 10**9, "cp_size": 10**9, "world_size": 2**20}, "tp_size=1000000000 must divide"),
+    ({"pp_size": 10**9, "world_size": 720_720}, "pp_size=1000000000 needs at least as many blocks"),
+    ({"module": GROUPED, "cp_size": 10**9, "block": 2**30 + 1}, "cp_size=1000000000 splits each sequence"),
+    ({"module": GROUPED, "tp_size": 64, "pp_size": 33, "cp_size": 3, "block": 8192}, "tp_size=64 must divide n_head"),
     (
         {"pp_size": 2, "batch_size": 15, "microbatches": 5, "pp_schedule": "interleaved"},
         "microbatches=5 over pp_size=2 make 2 rounds",
@@ -134,6 +141,8 @@ def test_a_wrong_type_is_refused_by_name(arguments, message):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"tp_size": 0}, "tp_size=0 must be at least 1"),
+    ({"world_size": 10**15}, "world_size=1000000000000000 must be at most"),
+    ({"batch_size": 10**15}, "batch_size=1000000000000000 must be at most"),
     ({"cp_mode": "rings"}, "cp_mode='rings' must be one of 'ring', 'allgather'; did you mean 'ring'"),
     ({"pp_schedule": "1F1B"}, "pp_schedule='1F1B' must be one of .*did you mean '1f1b'"),
 ])  # fmt: skip
@@ -146,6 +155,28 @@ def test_a_value_out_of_range_is_refused_by_name(arguments, message):
 def test_a_module_without_what_an_axis_needs_is_refused(axis, lacking):
     with pytest.raises(TypeError, match=f"{axis}=2 needs a module with {lacking}, which Linear lacks; use {axis}=1"):
         validate_tp_pp_cp_plan(torch.nn.Linear(2, 2), **{axis: 2})
+
+
+@pytest.mark.parametrize("wrong", [None, 8, "llama3-8b", CausalLM, object()])
+def test_what_is_no_module_is_refused(wrong):
+    with pytest.raises(TypeError, match="must be a torch module or a ModelShape"):
+        validate_tp_pp_cp_plan(wrong)
+
+
+def test_attributes_that_are_no_numbers_are_not_taken_for_widths():
+    module = torch.nn.Linear(2, 2)
+    module.block, module.vocab, module.n_head, module.blocks = torch.nn.Linear(2, 2), {"a": 0}, 8.5, 3
+    assert validate_tp_pp_cp_plan(module, world_size=2).plan.dp == 2
+    with pytest.raises(TypeError, match="tp_size=2 needs a module with n_head"):
+        validate_tp_pp_cp_plan(module, 2)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
+@pytest.mark.parametrize("batch_size", [1, 5, 7, 10, 15])
+def test_microbatches_that_are_chosen_make_whole_rounds(schedule, batch_size):
+    report = validate_tp_pp_cp_plan(MODEL, pp_size=2, batch_size=batch_size, pp_schedule=schedule)
+    chosen = {"pp_size": 2, "batch_size": batch_size, "pp_schedule": schedule}
+    assert validate_tp_pp_cp_plan(MODEL, **chosen, microbatches=report.plan.microbatches).plan == report.plan
 
 
 def test_a_module_without_widths_may_have_replicas():
@@ -233,7 +264,30 @@ def test_a_rank_takes_its_part_of_the_sequence_of_every_row():
     assert report.sample_bytes == 3 * (48 * 8 // 2 + 4)
 
 
+def test_a_teachers_batch_config_is_a_sample():
+    config = BatchConfig([TensorSpec("input_ids", (24,), "int64"), TensorSpec("labels", (24,), "int64")])
+    report = validate_tp_pp_cp_plan(MODEL, cp_size=2, batch_size=3, sample=config)
+    assert report.sample_bytes == 3 * config.nbytes() // 2
+
+
+def test_rows_are_as_long_as_the_samples():
+    long = CausalLM(96, 64, 2, 8, 50)  # two context ranks could not share rows of 50
+    assert validate_tp_pp_cp_plan(long, cp_size=2, sample=sample(IDS)).plan.cp == 2
+    half = validate_tp_pp_cp_plan(MODEL, sample=sample(("input_ids", (24,), "int64")))
+    assert half.activations == validate_tp_pp_cp_plan(MODEL, block=24).activations
+
+
+@pytest.mark.parametrize("spec", [
+    (None, (48,), "int64"), ("ids", "48", "int64"), ("ids", 48, "int64"), ("ids", (48.0,), "int64"),
+    ("ids", (True,), "int64"), ("ids", (48,), None),
+])  # fmt: skip
+def test_a_spec_of_other_types_is_refused(spec):
+    with pytest.raises(TypeError, match="sample"):
+        validate_tp_pp_cp_plan(MODEL, sample=sample(spec))
+
+
 @pytest.mark.parametrize(("specs", "arguments", "message"), [
+    ([("ids", (-48,), "int64")], {}, "sample ids=-48 must be at least 0"),
     ([("x", (48, 4), "float32")], {}, "sample has no token ids"),
     ([("input_ids", (4, 48), "int64")], {}, "sample has no token ids"),
     ([("input_ids", (30,), "int64")], {"block": 48}, "has 30 tokens, and block=48; give block=30"),
