@@ -80,7 +80,7 @@ def close(
         _step(algorithm, new_master, new_momentum, merged, final=final)
         if not _finite(new_master) or not _finite(new_momentum):
             why = "overflow: the outer step is not finite"
-            rejections = tuple(Rejection(offer.snapshot.learner, why) for offer in offers)
+            rejections = tuple(Rejection.of(offer.snapshot.learner, why) for offer in offers)
             new_master = {name: array.copy() for name, array in master.items()}
             new_momentum = {name: array.copy() for name, array in momentum.items()}
             offers, norms, factors, weights = [], [], [], []
@@ -93,6 +93,7 @@ def close(
             offer.snapshot.payload.digest if offer.snapshot.payload else "0" * 64,
             offer.snapshot.steps,
             offer.snapshot.tokens,
+            offer.snapshot.seconds_per_step,
             weight,
             size,
             factor,
@@ -104,9 +105,7 @@ def close(
     return Closed(new_theta, new_master, new_momentum, update, contributions, rejections, cosine)
 
 
-def _step(
-    algorithm: DiLoCo, master: Arrays, momentum: Arrays, merged: Arrays, *, final: bool
-) -> None:
+def _step(algorithm: DiLoCo, master: Arrays, momentum: Arrays, merged: Arrays, *, final: bool) -> None:
     for name, delta in merged.items():
         if final:
             final_step(master[name], delta)

@@ -20,19 +20,25 @@ from mixle.diloco.records import (
     RoundRecord,
     RunRecord,
     Snapshot,
+    VoidRound,
 )
 from mixle.diloco.serialization import Schema, SchemaMismatch, TensorBytes, packed_nbytes
 from mixle.diloco.tensor_codec import WireDType, decode, encode, payload_schema
 
-__all__ = ["CorruptPayload", "Exchange", "read_run"]
+__all__ = ["CorruptPayload", "Exchange", "PayloadGone", "read_run"]
 
 Report = Callable[[Kind, int | None, dict[str, Any]], None]
 
 _PAGE = 100
+_TOLD = 1000
 
 
 class CorruptPayload(RuntimeError):  # noqa: N818  (what it is)
     """A payload is gone, or is not what the record that names it promises."""
+
+
+class PayloadGone(CorruptPayload):
+    """A payload is not there, be it that it was swept."""
 
 
 class Exchange:
@@ -97,21 +103,34 @@ class Exchange:
             keys = self._mailbox.list(names.ROUNDS, after, limit=_PAGE)
             for key in keys:
                 round_ = names.round_of_record(key)
-                record = None if round_ is None else self.round_record(round_)
-                if record is not None:
+                if round_ is None:
+                    self._pass_over(key, "no round's record")
+                    continue
+                record = self.round_record(round_)
+                if isinstance(record, RoundRecord):
                     return record
-                self._pass_over(key, "no round's record")
             if len(keys) < _PAGE:
                 return None
             after = keys[-1]
 
-    def round_record(self, round_: int) -> RoundRecord | None:
-        """Return the record of a round, None if it is not committed."""
-        key = names.round_record(round_)
-        record = self._read(key, RoundRecord)
-        if record is not None and (record.round != round_ or record.fragment != round_ % len(self._schemas)):
-            self._pass_over(key, f"the record of round {record.round}")
+    def round_record(self, round_: int) -> RoundRecord | VoidRound | None:
+        """Return the record of a round, None if it is not committed.
+
+        What lies there may be none, or may have decayed. Nobody can commit the round any more, so it is void.
+        """
+        key, period = names.round_record(round_), len(self._schemas)
+        data = self._get(key)
+        if data is None:
             return None
+        try:
+            record = RoundRecord.from_bytes(data)
+        except MalformedRecord as error:
+            self._pass_over(key, str(error))
+            return VoidRound(round_)
+        back, rest = divmod(round_ - record.parent, period)
+        if record.round != round_ or record.fragment != round_ % period or back < 1 or rest or record.parent < -period:
+            self._pass_over(key, f"the record of round {record.round}, fragment {record.fragment}")
+            return VoidRound(round_)
         return record
 
     def commit(self, record: RoundRecord) -> bool:
@@ -138,19 +157,25 @@ class Exchange:
     def snapshot(self, round_: int, learner: str) -> Snapshot | None:
         """Return what a learner published for a round; None, and a report, if it is not what it should be."""
         key = names.snapshot(round_, learner)
-        snapshot = self._read(key, Snapshot)
+        snapshot: Snapshot | None = self._read(key, Snapshot)
         if snapshot is not None and (snapshot.round, snapshot.learner) != (round_, learner):
             self._pass_over(key, f"the snapshot of {snapshot.learner} for round {snapshot.round}")
             return None
         return snapshot
 
-    def newest_claim(self, round_: int) -> tuple[int, Claim | None] | None:
-        """Return the last attempt to close a round and who makes it, None if nobody has tried."""
-        attempts = [names.attempt_of_claim(key) for key in self._mailbox.list(names.claims_of(round_))]
-        known = [attempt for attempt in attempts if attempt is not None]
-        if not known:
-            return None
-        return max(known), self._read(names.claim(round_, max(known)), Claim)
+    def newest_claim(self, round_: int) -> tuple[Claim | None, int]:
+        """Return the last claim to a round, None if there is none, and the number of the next attempt."""
+        attempts = {names.attempt_of_claim(key) for key in self._mailbox.list(names.claims_of(round_))} - {None}
+        newest = None
+        for attempt in sorted(attempts, key=lambda attempt: -(attempt or 0)):
+            found: Claim | None = self._read(names.claim(round_, attempt or 0), Claim)
+            if found is not None and (found.round, found.attempt) == (round_, attempt):
+                newest = found
+                break
+        following = -1 if newest is None else newest.attempt
+        while (following := following + 1) in attempts:  # not a claim, but its key is taken
+            pass
+        return newest, following
 
     def claim(self, claim: Claim) -> bool:
         """Announce an attempt to close a round; False if another node announced it."""
@@ -186,17 +211,18 @@ class Exchange:
         """Return a payload's arrays, float32.
 
         Raises:
-            CorruptPayload: it is gone, or not the one whose digest its key has, or does not fit the fragment.
+            PayloadGone: it is not there.
+            CorruptPayload: it is not the one whose digest its key has, or does not fit the fragment.
             NonFiniteError: an array is not finite.
         """
         schema = self._schemas[fragment]
         bound = packed_nbytes(payload_schema(schema, dtype).parameters)
         try:
-            data = self._mailbox.get(ref.key, limit=bound + 4096)
+            data = self._mailbox.get(ref.key, limit=bound + bound // 256 + 4096)  # what does not compress grows
         except ObjectTooLarge as error:
             raise CorruptPayload(str(error)) from None
         if data is None:
-            raise CorruptPayload(f"{ref.key} is gone")
+            raise PayloadGone(f"{ref.key} is gone")
         if len(data) != ref.nbytes or hashlib.sha256(data).hexdigest() != ref.digest:
             raise CorruptPayload(f"{ref.key} does not have the sha256 in its name")
         try:
@@ -233,15 +259,22 @@ class Exchange:
     # ----
 
     def _read(self, key: str, kind: Any) -> Any:
+        data = self._get(key)
         try:
-            data = self._mailbox.get(key, limit=RECORD_LIMIT)
             return None if data is None else kind.from_bytes(data)
-        except (MalformedRecord, ObjectTooLarge) as error:
+        except MalformedRecord as error:
             self._pass_over(key, str(error))
             return None
 
+    def _get(self, key: str) -> bytes | None:
+        """Return the bytes of a record; of what is too large to be one, none."""
+        try:
+            return self._mailbox.get(key, limit=RECORD_LIMIT)
+        except ObjectTooLarge:
+            return b""
+
     def _pass_over(self, key: str, why: str) -> None:
-        if key not in self._told:
+        if key not in self._told and len(self._told) < _TOLD:
             self._told.add(key)
             self._report("foreign", None, {"key": key, "why": why})
 

@@ -55,10 +55,10 @@ class Landing:
         round: which one; every round before it is committed, too.
         fragment: which fragment it is of.
         theta: its parameters; None where they cannot be read, and the model stays with the version before.
-        taken: the newest round whose commit took this learner's snapshot of the fragment, of those that are in this
-            one; None if none did.
+        taken: the newest round whose commit took this learner's snapshot of the fragment, of those that ``theta``
+            continues; None if none did.
         cosine: how far the learners of the round agreed.
-        overwrite: this learner's own parameters are broken.
+        broken: a round that refused this learner's snapshot because it is not finite; None if none did.
     """
 
     round: int
@@ -66,7 +66,7 @@ class Landing:
     theta: Arrays | None
     taken: int | None
     cosine: float | None
-    overwrite: bool
+    broken: int | None
 
 
 class Learner:
@@ -111,7 +111,8 @@ class Learner:
         self._failure: BaseException | None = None
         self._published = seen
         self._since = 0
-        self._open: dict[int, Captured] = {}
+        self._kept: dict[int, Captured] = {}
+        self._open: set[int] = set()
         self._last: Carry | Overwrite = Carry()
         self._durations = RunningMedian(ready=1)
         self._resumed = clock.monotonic()
@@ -182,12 +183,27 @@ class Learner:
             self._capture(round_, final=True)
         return True
 
+    def flush(self, timeout_s: float, *, poll_s: float = WAIT_S) -> None:
+        """Bring what was trained into commits, as long as time lasts; :attr:`unmerged_steps` tells what is left.
+
+        Raises:
+            BaseException: what stopped the node.
+        """
+        deadline = self._clock.monotonic() + timeout_s
+        self.move()
+        pending = True
+        while pending and self._clock.monotonic() < deadline:
+            if self._open:
+                self.wait_for_commit(poll_s)
+            else:
+                pending = self.capture_rest()
+
     # ----
 
     def _age(self) -> int | None:
         if not self._open:
             return None
-        return self.tally.steps - min(captured.totals[1] for captured in self._open.values())
+        return self.tally.steps - min(self._kept[round_].totals[1] for round_ in self._open)
 
     def _capture(self, round_: int, *, final: bool) -> None:
         fragment = self._schedule.fragment(round_)
@@ -202,22 +218,29 @@ class Learner:
             self._durations.value or 0.0,
             final,
         )
-        self._open[round_] = captured
+        self._kept[round_] = captured
+        self._open.add(round_)
         self._published, self._since = round_, 0
         self.captured.append(captured)
         self.wake_node.set()
 
     def _align(self, landing: Landing) -> None:
-        fragment = landing.fragment
         self.seen = max(self.seen, landing.round)
-        if landing.theta is not None:
-            self._move_to(landing, landing.theta)
-        for round_ in [r for r, mine in self._open.items() if r <= landing.round and mine.fragment == fragment]:
-            del self._open[round_]
+        self._open -= self._answered(landing)
+        if landing.broken in self._kept:
+            self._return_to_anchors()
+        if landing.theta is None:
+            return  # whether a later version continues this round is not known yet, so its snapshot is kept
+        self._move_to(landing, landing.theta)
+        for round_ in self._answered(landing):
+            del self._kept[round_]
+
+    def _answered(self, landing: Landing) -> set[int]:
+        return {r for r, mine in self._kept.items() if r <= landing.round and mine.fragment == landing.fragment}
 
     def _move_to(self, landing: Landing, theta: Arrays) -> None:
         fragment = landing.fragment
-        taken = None if landing.taken is None else self._open.get(landing.taken)
+        taken = None if landing.taken is None else self._kept.get(landing.taken)
         reference = self._anchors[fragment] if taken is None else taken.theta
         how = self._how(landing)
         self._parameters.align(theta, reference, how)
@@ -227,9 +250,18 @@ class Learner:
             self.tally.begin(fragment, taken.totals)
         self._anchors[fragment], self._versions[fragment] = theta, landing.round
 
+    def _return_to_anchors(self) -> None:
+        """Give up the parameters of this learner, which are broken: all of them, or one step would spread what is left.
+
+        Its snapshots are forgotten with them, so that none is a reference to what the parameters no longer hold.
+        """
+        for fragment, anchor in enumerate(self._anchors):
+            self._parameters.align(anchor, anchor, Overwrite())
+            self.tally.begin(fragment, self.tally.now())
+        self._kept.clear()
+        self._open.clear()
+
     def _how(self, landing: Landing) -> Carry | Overwrite | Blend:
-        if landing.overwrite:
-            return Overwrite()
         alignment = self._algorithm.alignment
         if isinstance(alignment, Adaptive):
             self._last = alignment.choose(landing.cosine, self._last)

@@ -19,6 +19,8 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from mixle.diloco.mailbox import require_id
+
 __all__ = ["RUN", "PayloadKind"]
 
 PayloadKind = Literal["base", "delta", "theta", "master", "momentum", "update"]
@@ -29,10 +31,12 @@ CLAIMS = "claims/"
 SNAPSHOTS = "snapshots/"
 PAYLOADS = "payloads/"
 
+LAST_ATTEMPT = 9999
+
 _LAST = 10**10 - 1
 _ROUND = re.compile(r"rounds/(\d{10})\.json")
 _CLAIM = re.compile(r"claims/(\d{10})/(\d{4})\.json")
-_SNAPSHOT = re.compile(r"snapshots/(\d{10})/([A-Za-z0-9][A-Za-z0-9._-]{0,62})\.json")
+_SNAPSHOT = re.compile(r"snapshots/(\d{10})/([^/]+)\.json")
 _PAYLOAD = re.compile(
     r"payloads/(\d{10})/(base|delta|theta|master|momentum|update)-([0-9a-f]{64})\.(safetensors|safetensors\.zst)"
 )
@@ -70,8 +74,12 @@ def snapshot(round_number: int, learner: str) -> str:
 
 
 def learner_of_snapshot(key: str) -> str | None:
+    """Return whose snapshot a key is, None if it is no such key."""
     found = _SNAPSHOT.fullmatch(key)
-    return found[2] if found else None
+    try:
+        return require_id(found[2], "learner") if found else None
+    except ValueError:
+        return None
 
 
 def payload(round_number: int, kind: PayloadKind, digest: str, extension: str) -> str:

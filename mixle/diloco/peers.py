@@ -13,7 +13,7 @@ Role = Literal["both", "learner", "syncer", "either"]
 
 
 class Peers:
-    """The living nodes of a run, as one of them sees them.
+    """The nodes of a run, as one of them sees them.
 
     Args:
         mailbox: where their leases are.
@@ -24,16 +24,20 @@ class Peers:
         self._mailbox, self._liveness = mailbox, liveness
         self._roles: dict[tuple[str, int | None], Role] = {}
 
-    def is_alive(self, node: str) -> bool:
-        return node in self._liveness.alive
+    def is_gone(self, node: str) -> bool:
+        """Tell whether a node has left or fallen silent; one that has not been seen yet may just have come."""
+        return self._liveness.states.get(node) in ("silent", "released")
 
     def learners(self) -> frozenset[str]:
         """Return the living nodes that train; one that has not said what it does may be one."""
-        return frozenset(node for node in self._liveness.alive if self._role(node) != "syncer")
+        return frozenset(node for node in self._living() if self._role(node) != "syncer")
 
     def syncers(self) -> frozenset[str]:
         """Return the living nodes that close rounds and do nothing else."""
-        return frozenset(node for node in self._liveness.alive if self._role(node) == "syncer")
+        return frozenset(node for node in self._living() if self._role(node) == "syncer")
+
+    def _living(self) -> list[str]:
+        return sorted(self._liveness.alive)
 
     def _role(self, node: str) -> Role | None:
         key = (node, self._liveness.epoch(node))

@@ -21,12 +21,15 @@ __all__ = [
     "RoundRecord",
     "RunRecord",
     "Snapshot",
+    "VoidRound",
 ]
 
 FORMAT = 1
 RECORD_LIMIT = 16 << 20
 PAYLOAD_LIMIT = 1 << 46
 COUNT_LIMIT = 1 << 62
+SLOWEST_STEP_S = 1e9
+REASON_LIMIT = 400
 
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 T = TypeVar("T")
@@ -149,9 +152,8 @@ class Snapshot(_Record):
             fields.learner("learner"),
             fields.optional("payload", PayloadRef.parse),
             fields.count("anchor", least=-COUNT_LIMIT),
-            fields.count("steps"),
-            fields.count("tokens"),
-            fields.number("seconds_per_step"),
+            *fields.work(least=0),
+            fields.number("seconds_per_step", most=SLOWEST_STEP_S),
             fields.flag("final"),
         )
 
@@ -178,6 +180,7 @@ class Contribution:
     digest: str
     steps: int
     tokens: int
+    seconds_per_step: float
     weight: float
     norm: float
     clipped: float
@@ -185,13 +188,13 @@ class Contribution:
 
     @classmethod
     def parse(cls, value: object) -> Contribution:
-        known = ("learner", "digest", "steps", "tokens", "weight", "norm", "clipped", "final")
+        known = ("learner", "digest", "steps", "tokens", "seconds_per_step", "weight", "norm", "clipped", "final")
         fields = _Fields(value, "contribution", known)
         return cls(
             fields.learner("learner"),
             fields.digest("digest"),
-            fields.count("steps", least=1),
-            fields.count("tokens", least=1),
+            *fields.work(least=1),
+            fields.number("seconds_per_step", most=SLOWEST_STEP_S),
             fields.number("weight"),
             fields.number("norm"),
             fields.number("clipped"),
@@ -207,9 +210,14 @@ class Rejection:
     reason: str
 
     @classmethod
+    def of(cls, learner: str, reason: str) -> Rejection:
+        """Return one whose reason, which may tell what a stranger wrote, is printable and short."""
+        return cls(learner, "".join(c if c.isprintable() else "?" for c in reason)[:REASON_LIMIT])
+
+    @classmethod
     def parse(cls, value: object) -> Rejection:
         fields = _Fields(value, "rejection", ("learner", "reason"))
-        return cls(fields.learner("learner"), fields.text("reason", 400))
+        return cls(fields.learner("learner"), fields.text("reason", REASON_LIMIT))
 
 
 @dataclass(frozen=True)
@@ -268,7 +276,7 @@ class RoundRecord(_Record):
             "waited_s",
         )
         fields = _Fields(value, "round", known)
-        waited = tuple(float(x) for x in _Fields.list_of(value["waited_s"], (int, float), "waited_s"))
+        waited = [_number(item, "waited_s") for item in _Fields.list_of(value["waited_s"], object, "waited_s")]
         if len(waited) != 2:
             raise MalformedRecord("waited_s is not two numbers")
         return cls(
@@ -283,9 +291,16 @@ class RoundRecord(_Record):
             fields.digest("theta_digest"),
             fields.items("contributions", Contribution.parse),
             fields.items("rejections", Rejection.parse),
-            None if value["cosine"] is None else fields.number("cosine", least=-1.01),
+            fields.optional("cosine", lambda cosine: _number(cosine, "cosine", least=-1.0, most=1.0)),
             (waited[0], waited[1]),
         )
+
+
+@dataclass(frozen=True)
+class VoidRound:
+    """What lies where a round's record belongs is none: the round is over, and has changed nothing."""
+
+    round: int
 
 
 class _Fields:
@@ -320,11 +335,15 @@ class _Fields:
             raise MalformedRecord(f"{name} is not an integer in [{least}, {most}]")
         return found
 
-    def number(self, name: str, *, least: float = 0.0) -> float:
-        found = self.value[name]
-        if type(found) not in (int, float) or not math.isfinite(found) or found < least:
-            raise MalformedRecord(f"{name} is not a finite number of at least {least}")
-        return float(found)
+    def work(self, *, least: int) -> tuple[int, int]:
+        """Return steps and tokens: neither is there without the other."""
+        steps, tokens = self.count("steps", least=least), self.count("tokens", least=least)
+        if (steps == 0) != (tokens == 0):
+            raise MalformedRecord(f"steps={steps} with tokens={tokens}: none without the other")
+        return steps, tokens
+
+    def number(self, name: str, *, most: float = math.inf) -> float:
+        return _number(self.value[name], name, most=most)
 
     def flag(self, name: str) -> bool:
         found = self.value[name]
@@ -344,6 +363,15 @@ class _Fields:
         if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
             raise MalformedRecord(f"{name} is not a list of what it should hold")
         return value
+
+
+def _number(found: object, name: str, *, least: float = 0.0, most: float = math.inf) -> float:
+    # Python's JSON has integers of any size, which are no floats, and spells NaN and Infinity.
+    if type(found) is int and abs(found) <= COUNT_LIMIT:
+        found = float(found)
+    if type(found) is not float or not math.isfinite(found) or not least <= found <= most:
+        raise MalformedRecord(f"{name} is not a finite number in [{least}, {most}]")
+    return found
 
 
 def _parse_parameter(value: object) -> tuple[str, str, tuple[int, ...]]:

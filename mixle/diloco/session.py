@@ -19,14 +19,14 @@ from mixle.diloco.batch import batch_sizes
 from mixle.diloco.clock import SYSTEM_CLOCK, Clock
 from mixle.diloco.compression import Codec, Compression
 from mixle.diloco.events import Callback, Event, Kind, log_events
-from mixle.diloco.exchange import Exchange, read_run
+from mixle.diloco.exchange import read_run
 from mixle.diloco.learner import Learner
-from mixle.diloco.lease import Lease, LeaseKeeper, Liveness
+from mixle.diloco.lease import LeaseKeeper
 from mixle.diloco.mailbox import Mailbox, MailboxError, TransientMailboxError, require_id
-from mixle.diloco.node import Node
+from mixle.diloco.member import join
 from mixle.diloco.object_store import open_mailbox
 from mixle.diloco.parameters import Parameters
-from mixle.diloco.peers import Peers, Role
+from mixle.diloco.peers import Role
 from mixle.diloco.versions import Versions
 from mixle.diloco.wire import Wire
 from mixle.utils.exact import require_choice, require_finite_float
@@ -92,62 +92,29 @@ class Session:
         codec = Codec(compression)
         self._callbacks, self._clock = tuple(callbacks), clock
         self._parameters: Parameters = parameters_of(model)
-        schema = self._parameters.schema
-        sizes = {spec.name: schema.nbytes(spec.name) for spec in schema.parameters}
-        fragments = algorithm.partition.split(sizes, algorithm.fragments)
         store = open_mailbox(mailbox, clock=clock) if isinstance(mailbox, str) else mailbox
-        lease = Lease(store, self.learner_id, lease_every=lease_every, lease_timeout=lease_timeout, clock=clock)
-        exchange = Exchange(store, schema, fragments, codec=codec, report=self._report)
-        lease.acquire()
-        try:
-            base = [self._parameters.read(names) for names in fragments]
-            record = exchange.open_run(algorithm, base)
-            versions = Versions(exchange, record, Wire.of(algorithm), self._report)
-            newest = exchange.newest_round()
-            newest_round = -1 if newest is None else newest.round
-            held = versions.load_all(newest_round)
-        except BaseException:
-            lease.release()
-            raise
-        self._lease, self._liveness = lease, Liveness(store, lease_timeout=lease_timeout, clock=clock)
-        self._keeper = LeaseKeeper(lease, self._liveness, clock=clock)
-        self._keeper.info = role.encode()
-        self._learner = None
-        if role != "syncer":
-            for version in held:
-                self._parameters.align(version.theta, version.theta, Overwrite())
-            self._learner = Learner(
-                self._parameters,
-                algorithm,
-                fragments,
-                anchors=[version.theta for version in held],
-                versions=[version.round for version in held],
-                seen=newest_round,
-                clock=clock,
-            )
-        peers = Peers(store, self._liveness)
-        self._node = Node(
-            self.learner_id,
-            exchange,
+        member = join(
+            self._parameters,
             algorithm,
-            versions,
-            newest=newest_round,
-            learner=self._learner,
-            closes=_closing(role, peers),
-            embeddings=self._parameters.embeddings,
-            peers=peers,
+            mailbox=store,
+            name=self.learner_id,
+            role=self.role,
+            codec=codec,
+            lease_every=lease_every,
+            lease_timeout=lease_timeout,
             clock=clock,
             report=self._report,
+            keep=LeaseKeeper.start,
         )
+        self._lease, self._liveness, self._keeper = member.lease, member.liveness, member.keeper
+        self._learner, self._node = member.learner, member.node
         self._wake = threading.Event() if self._learner is None else self._learner.wake_node
         self._stopping, self._closed = threading.Event(), False
-        self._keeper.tick()
-        self._keeper.start()
         self._thread = threading.Thread(target=self._work, name=f"diloco {self.learner_id}", daemon=True)
         self._thread.start()
         self._previous_handler = _raise_on_sigterm()
         atexit.register(self._close_at_exit)
-        self._report("joined", newest_round, {"role": role, "parameters": len(schema.parameters)})
+        self._report("joined", self._node.newest, {"role": role, "parameters": len(self._parameters.schema.parameters)})
 
     # ---- training
 
@@ -226,15 +193,8 @@ class Session:
 
     def _flush(self, learner: Learner, flush_s: float) -> bool:
         """Bring what this site trained into commits, as long as time lasts."""
-        deadline = self._clock.monotonic() + flush_s
         try:
-            learner.move()
-            pending = True
-            while pending and self._clock.monotonic() < deadline:
-                if learner.is_waiting_for_commits:
-                    learner.wait_for_commit(min(self._poll, 0.5))
-                else:
-                    pending = learner.capture_rest()
+            learner.flush(flush_s, poll_s=min(self._poll, 0.5))
         except (MailboxError, RuntimeError) as error:
             self._report("store", None, {"error": str(error)})
         lost = max(learner.unmerged_steps)
@@ -305,19 +265,11 @@ def align(model: Any, *, mailbox: str | Mailbox) -> int:
         log_events(Event(kind, "align", round_, detail))
 
     record, exchange = read_run(store, parameters.schema, report=report)
-    newest = exchange.newest_round()
-    round_ = -1 if newest is None else newest.round
     versions = Versions(exchange, record, Wire.of(DiLoCo.from_dict(record.algorithm)), report)
-    for version in versions.load_all(round_):
+    round_, held = versions.load_all()
+    for version in held:
         parameters.align(version.theta, version.theta, Overwrite())
     return round_
-
-
-def _closing(role: Role, peers: Peers) -> Callable[[], bool]:
-    """Return what tells whether a node of this role closes rounds now."""
-    if role == "either":
-        return lambda: not peers.syncers()
-    return lambda: role != "learner"
 
 
 def _fresh_id() -> str:

@@ -1,4 +1,4 @@
-"""In which dtype each payload of an algorithm travels."""
+"""In which dtype each payload of an algorithm travels, and what error feedback keeps is stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Wire"]
 
 @dataclass(frozen=True)
 class Wire:
-    """The dtypes of a run's payloads; ``commit`` is None where a round publishes its parameters alone.
+    """The dtypes of a run; ``commit`` is None where a round publishes its parameters alone.
 
     Without a quantized update the published parameters are the outer optimizer's own, and travel in their dtype. With
     one they are float32, so that adding the update to them is exact, and the optimizer's own travel beside them.
@@ -22,6 +22,7 @@ class Wire:
     theta: WireDType
     master: WireDType
     momentum: WireDType
+    residual: WireDType
     commit: WireDType | None
 
     @classmethod
@@ -32,5 +33,6 @@ class Wire:
             theta=master if algorithm.commit_dtype is None else "F32",
             master=master,
             momentum=algorithm.momentum_dtype or "F32",
+            residual=algorithm.residual_dtype or "F32",
             commit=algorithm.commit_dtype,
         )

@@ -1,0 +1,120 @@
+"""Join a run: take the id, make or find the run, move the parameters to its newest versions, and build the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mixle.diloco.algorithm import DiLoCo
+from mixle.diloco.alignment import Overwrite
+from mixle.diloco.clock import Clock
+from mixle.diloco.compression import Codec
+from mixle.diloco.exchange import Exchange, Report
+from mixle.diloco.learner import Learner
+from mixle.diloco.lease import Lease, LeaseKeeper, Liveness
+from mixle.diloco.mailbox import Mailbox
+from mixle.diloco.node import Node
+from mixle.diloco.parameters import Parameters
+from mixle.diloco.peers import Peers, Role
+from mixle.diloco.versions import Versions
+from mixle.diloco.wire import Wire
+
+__all__ = ["Member", "join"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A node that has joined, without threads: whoever holds it calls ``node.tick``, ``keeper.tick`` and the learner.
+
+    Attributes:
+        lease: held.
+        learner: the training half; None for a syncer.
+    """
+
+    lease: Lease
+    liveness: Liveness
+    keeper: LeaseKeeper
+    learner: Learner | None
+    node: Node
+
+
+def join(
+    parameters: Parameters,
+    algorithm: DiLoCo,
+    *,
+    mailbox: Mailbox,
+    name: str,
+    role: Role,
+    codec: Codec,
+    lease_every: float,
+    lease_timeout: float,
+    clock: Clock,
+    report: Report,
+    keep: Callable[[LeaseKeeper], None],
+) -> Member:
+    """Join the run in ``mailbox``, or make it with these parameters; a syncer's are left alone.
+
+    Args:
+        keep: called once the id is held, to have the lease renewed from then on: reading a model takes a while.
+
+    Raises:
+        TypeError, ValueError: an argument that is not what it should be.
+        AlgorithmMismatch, SchemaMismatch: the run is another.
+        IdInUse: a living process has the id.
+        MailboxError: the store does not answer.
+        CorruptPayload: a fragment has no version that can be read.
+    """
+    schema = parameters.schema
+    sizes = {spec.name: schema.nbytes(spec.name) for spec in schema.parameters}
+    fragments = algorithm.partition.split(sizes, algorithm.fragments)
+    exchange = Exchange(mailbox, schema, fragments, codec=codec, report=report)
+    liveness = Liveness(mailbox, lease_timeout=lease_timeout, clock=clock)
+    peers = Peers(mailbox, liveness)
+    lease = Lease(mailbox, name, lease_every=lease_every, lease_timeout=lease_timeout, clock=clock)
+    keeper = LeaseKeeper(lease, liveness, clock=clock)
+    keeper.info = role.encode()
+    lease.acquire()
+    try:
+        keeper.tick()
+        keep(keeper)
+        run = exchange.open_run(algorithm, [parameters.read(names) for names in fragments])
+        versions = Versions(exchange, run, Wire.of(algorithm), report)
+        newest, held = versions.load_all()
+        learner = None
+        if role != "syncer":
+            for version in held:
+                parameters.align(version.theta, version.theta, Overwrite())
+            learner = Learner(
+                parameters,
+                algorithm,
+                fragments,
+                anchors=[version.theta for version in held],
+                versions=[version.round for version in held],
+                seen=newest,
+                clock=clock,
+            )
+        node = Node(
+            name,
+            exchange,
+            algorithm,
+            versions,
+            newest=newest,
+            learner=learner,
+            closes=_closes(role, peers),
+            embeddings=parameters.embeddings,
+            peers=peers,
+            clock=clock,
+            report=report,
+        )
+    except BaseException:
+        keeper.stop()
+        lease.release()
+        raise
+    return Member(lease, liveness, keeper, learner, node)
+
+
+def _closes(role: Role, peers: Peers) -> Callable[[], bool]:
+    """Return what tells whether a node of this role closes rounds now."""
+    if role == "either":
+        return lambda: not peers.syncers()
+    return lambda: role != "learner"
