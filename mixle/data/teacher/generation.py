@@ -113,7 +113,7 @@ class Generator:
             demand: looked at before each call; slots of an older generation are skipped.
         """
         # Who made a slot may have had no broker to tell it to; a reader may be at it by now.
-        if any(target.slots.complete(*target[1:]).any() for target in targets):
+        if any(map(_has_complete, targets)):
             return self._fill_open(targets, model_id, model_cfg, demand)
         if self.joins:
             return self._fill_joined(targets, model_id, model_cfg, demand)
@@ -254,6 +254,14 @@ class _Record:
         else:
             self.outcomes.append(Outcome(self._at, count, outcome, message))
         self._at = end
+
+
+def _has_complete(target: Target) -> bool:
+    """Tell whether some slots are complete already."""
+    slots, first, count, token, generation = target
+    if count == 1:
+        return slots.is_complete(first, token, generation)
+    return bool(slots.complete(first, count, token, generation).any())
 
 
 def _require_batch(samples: object, count: int) -> None:

@@ -89,6 +89,7 @@ class Peer:
         self._seen_at = self._welcomed_at = float("-inf")
         self._alarm, self._beat_alarm = _Alarm(), _Alarm()
         zmq = self._zmq
+        self._events, self._pollin, self._noblock = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
         self.context = zmq.Context()
         self._socket = self._dealer(keys)
         monitored = (
@@ -252,7 +253,7 @@ class Peer:
 
     def _put(self, socket: Any, message: messages.Message) -> bool:
         try:
-            socket.send_multipart(messages.frames(message), self._zmq.NOBLOCK)
+            socket.send_multipart(messages.frames(message), self._noblock)
         except self._zmq.Again:
             return False
         return True
@@ -273,12 +274,9 @@ class Peer:
             self._register()
         if self._inbox:
             return self._inbox.popleft()
-        while True:
-            try:
-                frames = self._socket.recv_multipart(self._zmq.NOBLOCK)
-            except self._zmq.Again:
-                return None
-            match self._parse(frames):
+        # Asking first costs a third of an exception, where plain integers are compared.
+        while self._socket.get(self._events) & self._pollin:
+            match self._parse(self._socket.recv_multipart(self._noblock)):
                 case messages.Welcome() as welcome:
                     self._accept(welcome)
                     return welcome
@@ -286,14 +284,13 @@ class Peer:
                     self._awaiting = False
                     self.welcome = None
                     return answer
-                case None:
-                    pass
-                case _ if self._awaiting:
-                    pass
+                case message if message is None or self._awaiting:
+                    continue
                 case messages.Who():
                     self._register()
                 case message:
                     return message
+        return None
 
     def _register(self) -> None:
         """Throw away what the old connection brought, and send the registration. The lock is held."""
