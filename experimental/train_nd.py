@@ -74,8 +74,17 @@ def main() -> None:
         **sizes,
         **how,
     ) as handle:
+        sharded = chosen.parallel == "fsdp" or (chosen.parallel == "auto" and chosen.device != "cpu")
         report = validate_tp_pp_cp_plan(
-            module, **sizes, **how, world_size=handle.world, batch_size=chosen.batch_size, block=chosen.block
+            module,
+            **sizes,
+            **how,
+            world_size=handle.world,
+            batch_size=chosen.batch_size,
+            block=chosen.block,
+            parallel="fsdp" if sharded else "ddp",
+            precision=chosen.precision,
+            activation_checkpointing=chosen.activation_checkpointing,
         )
         started = time.perf_counter()
         leaf = seq_estimate(handle, StreamingTransformerLeafEstimator(module, chosen.lr, chosen.device))

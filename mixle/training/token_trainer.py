@@ -24,7 +24,15 @@ from mixle.training.scoring import log_densities, log_density_sum
 from mixle.training.state import TrainingState
 from mixle.training.token_batches import TokenBatches
 from mixle.training.token_plan import TokenPlan
-from mixle.training.wrap import Parallel, Precision, refuse_replaced_parameters, resolve_wrapping, sharding_of, wrap
+from mixle.training.wrap import (
+    Parallel,
+    Precision,
+    refuse_planned,
+    refuse_replaced_parameters,
+    resolve_wrapping,
+    sharding_of,
+    wrap,
+)
 
 Follow = Callable[[Engine[TokenTensors]], Callable[[int], None]]
 
@@ -190,6 +198,8 @@ class TokenTrainer:
             if sharding_of(module) is None:
                 module.to(device)
             refuse_replaced_parameters(module)
+            if self._plan is None:
+                refuse_planned(module)
             self._refuse_longer_windows(module)
             vocab = self._objective(module).vocabulary(module, self._schedule.spec.block, device)
         except Exception as caught:

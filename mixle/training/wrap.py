@@ -186,6 +186,20 @@ def refuse_replaced_parameters(module: nn.Module) -> None:
             )
 
 
+def refuse_planned(module: nn.Module) -> None:
+    """Refuse a module whose ranks share rows, where each rank brings rows of its own.
+
+    Raises:
+        ValueError: names the plan that took it apart.
+    """
+    sharding = sharding_of(module)
+    if sharding is not None and "plan" in sharding.settings:
+        raise ValueError(
+            f"the {type(module).__name__} is sharded under the plan {sharding.settings['plan']}, and the handle has "
+            "none; give that of leaf.unshard() instead"
+        )
+
+
 def checkpoint_activations(module: nn.Module, wanted: bool) -> None:
     """Give every block one checkpoint wrapper, or none."""
     blocks = blocks_of(module)

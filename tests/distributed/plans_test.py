@@ -73,6 +73,17 @@ def test_scores_of_a_planned_leaf_are_the_gathered_leafs(reports):
             np.testing.assert_allclose(planned, gathered, rtol=1e-6, err_msg=name)
 
 
+def test_a_dense_leaf_is_scored_by_the_handle_of_a_plan(reports):
+    for report in reports:
+        for name, (planned, dense) in report["dense"].items():
+            np.testing.assert_allclose(planned, dense, rtol=1e-6, err_msg=name)
+
+
+def test_rows_that_ranks_cannot_share_evenly_are_padded(reports):
+    for name, (losses, alone) in reports[0]["odd"].items():
+        np.testing.assert_allclose(losses, alone, atol=1e-5, rtol=0, err_msg=name)
+
+
 def test_a_planned_leaf_predicts_and_generates_as_the_gathered_one(reports):
     for report in reports:
         for name, (planned, gathered) in report["predictions"].items():
@@ -105,7 +116,9 @@ def test_ranks_of_a_replica_draw_different_dropout_and_still_agree(reports):
         ("too few ranks", "must divide world_size=4"),
         ("arrays of one replica", "all ranks of a replica give the same array"),
         ("statistics of replicas", "would count several times"),
-        ("another plan", "fit the module of leaf.unshard() instead"),
+        ("another plan", "give that of leaf.unshard() instead"),
+        ("scored under another plan", "is sharded in another way than under the plan dp=2 cp=2 ring"),
+        ("scored without a plan", "is sharded under the plan tp=2 pp=2 1f1b x4, and the handle has none"),
         ("different plans", "cp_mode='allgather' on rank 1"),
         ("none", 'parallel="none" on 4 ranks'),
         ("positions", "positions are dealt out by the plan"),

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from mixle.experimental.tensor_pipeline_context_parallel.engine import PlanEngine
-from mixle.experimental.tensor_pipeline_context_parallel.mesh import PlanMesh
-from mixle.experimental.tensor_pipeline_context_parallel.parallelize import parallelize, parts_of
+from mixle.experimental.tensor_pipeline_context_parallel.mesh import AXES, PlanMesh
+from mixle.experimental.tensor_pipeline_context_parallel.parallelize import (
+    PlannedCausalLM,
+    parallelize,
+    parts_of,
+)
 from mixle.experimental.tensor_pipeline_context_parallel.plan import CpMode, Plan, PpSchedule
 from mixle.experimental.tensor_pipeline_context_parallel.plan_rules import Request, first_fault, neighbours, resolve
 from mixle.experimental.tensor_pipeline_context_parallel.validation import validate_tp_pp_cp_plan
@@ -153,6 +157,15 @@ class PlanExecution:
         parallelize(module, plan, mesh, fsdp=fsdp, precision=self.precision)
         mark_sharded(module, Sharding(blueprint, self.ranks, settings, whole_parameters))
 
+    def _check_parts(self, module: nn.Module) -> None:
+        """Refuse a module whose parts lie elsewhere: ranks that share it would be given different rows."""
+        there = parts_of(module).plan if isinstance(module, PlannedCausalLM) else None
+        if there is None or any(getattr(there, axis) != getattr(self.plan, axis) for axis in AXES):
+            raise ValueError(
+                f"the {type(module).__name__} is sharded in another way than under the plan {self.plan}; give that of "
+                "leaf.unshard() instead"
+            )
+
     def check(self, module: nn.Module) -> None:
         """Check the plan against a module.
 
@@ -160,9 +173,10 @@ class PlanExecution:
             TypeError: a module that cannot be taken apart.
             ValueError: the plan does not fit it; gives the nearest that does.
         """
-        if sharding_of(module) is not None:
-            return  # the engine compares how
         plan = self.plan
+        if sharding_of(module) is not None:
+            self._check_parts(module)
+            return
         validate_tp_pp_cp_plan(
             module,
             plan.tp,
@@ -191,10 +205,11 @@ class PlanExecution:
 
 
 class PlannedNextToken(NextToken):
-    """Score next tokens with a module that lies on several ranks; every call is collective."""
+    """Score next tokens with a module that lies on several ranks, every call being collective, or with a dense one."""
 
     def __init__(self, execution: PlanExecution, module: nn.Module) -> None:
-        super().__init__(module, execution.targets)
+        autocast = execution.precision == "bf16" and sharding_of(module) is None
+        super().__init__(module, execution.targets, autocast=autocast)
         self._execution = execution
 
     def vocabulary(self, module: nn.Module, block: int, device: torch.device) -> int:
@@ -204,6 +219,8 @@ class PlannedNextToken(NextToken):
 
     def log_probabilities(self, call: Any, batch: TokenTensors) -> Tensor:
         """Return the log-probability of each target, (B, K) float32, on every rank; 0 where masked."""
+        if sharding_of(call) is None:
+            return super().log_probabilities(call, batch)
         return parts_of(call).log_probabilities(batch.inputs, batch.targets)
 
 

@@ -94,8 +94,5 @@ class Stage(nn.Module):
 
     def _positions(self, length: int, device: torch.device) -> Tensor:
         """Return where this rank's tokens stand; those that pad a sequence to equal parts share the last place."""
-        if self._context is None:
-            return torch.arange(length, device=device)
-        cp = self._context.size()
-        places = own_positions(length * cp, cp, self._context.rank(), self._mode)
-        return places.clamp(max=self.longest - 1).to(device)
+        cp, rank = (1, 0) if self._context is None else (self._context.size(), self._context.rank())
+        return own_positions(length * cp, cp, rank, self._mode).clamp(max=self.longest - 1).to(device)

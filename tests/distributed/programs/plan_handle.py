@@ -36,9 +36,9 @@ peers = join()
 rank, world = peers.rank, peers.world
 
 
-def model(**options: object) -> CausalLM:
+def model(block: int = BLOCK, **options: object) -> CausalLM:
     torch.manual_seed(0)
-    return CausalLM(VOCAB, 16, 4, 2, BLOCK, **options)
+    return CausalLM(VOCAB, 16, 4, 2, block, **options)
 
 
 def handle_on(tokens: object = TOKENS, **options: object) -> StreamingTokenEncodedData:
@@ -55,14 +55,21 @@ def fit(module: nn.Module, previous: object = None, tokens: object = TOKENS, **o
         handle.close()
 
 
-def alone(**options: object) -> list[float]:
+def alone(module: nn.Module | None = None, **options: object) -> list[float]:
     """The losses of one process: all ranks train the same replica."""
-    own = StreamingTokenEncodedData(
-        TOKENS, block=BLOCK, batch_size=GLOBAL_BATCH // world, targets="all", epochs=2, sampling="global", **options
-    )
-    leaf = seq_estimate(own, StreamingTransformerLeafEstimator(model()))
+    given = {"block": BLOCK, "targets": "all", "epochs": 2, "sampling": "global", **options}
+    own = StreamingTokenEncodedData(TOKENS, batch_size=GLOBAL_BATCH // world, **given)
+    leaf = seq_estimate(own, StreamingTransformerLeafEstimator(module or model()))
     own.close()
     return list(leaf.history)
+
+
+def score(leaf: StreamingTransformerLeaf, **options: object) -> tuple[float, float]:
+    handle = handle_on(**options)
+    try:
+        return seq_log_density_sum(handle, leaf)
+    finally:
+        handle.close()
 
 
 def digest(leaf: StreamingTransformerLeaf) -> str:
@@ -84,6 +91,7 @@ results: dict[str, dict] = {
         "clipped",
         "accumulated",
         "scores",
+        "dense",
         "predictions",
         "generated",
         "saved",
@@ -120,6 +128,7 @@ for name, plan in PLANS.items():
     dense = once.unshard()
     scoring = handle_on(**plan)
     planned = seq_log_density_sum(scoring, once)
+    results["dense"][name] = [planned, seq_log_density_sum(scoring, dense)]
     pairs = [(TOKENS[i : i + 5], int(TOKENS[i + 5])) for i in range(3)]
     encoded = once.dist_to_encoder().seq_encode(pairs)
     scored = [float(x) for x in once.seq_log_density(encoded)]
@@ -138,6 +147,19 @@ for name, plan in PLANS.items():
 
     if plan.get("cp_size", 1) == 1 or plan.get("cp_mode") == "allgather":
         results["dropout"][name] = peers.exchange("dropout", digest(fit(model(dropout=0.1), epochs=1, **plan)))
+
+ODD = {"position": "learned", "norm": "layer", "bias": True, "tie_embeddings": False}
+results["odd"] = {
+    f"{plan} {targets}": [
+        list(fit(model(block, **ODD), block=block, targets=targets, **sizes).history),
+        alone(model(block, **ODD), block=block, targets=targets),
+    ]
+    for targets in ("all", "last")
+    for block, plan, sizes in [
+        (7, "tp=2 pp=2 zero-bubble", {"tp_size": 2, "pp_size": 2, "pp_schedule": "zero-bubble"}),
+        (12, "tp=2 cp=2", {"tp_size": 2, "cp_size": 2}),
+    ]
+}
 
 first, *others = PLANS.values()
 moved = fit(model(), epochs=1, **first).unshard()
@@ -167,6 +189,8 @@ results["refused"] = {
     "different plans": error_of(handle_on, cp_size=2, cp_mode="allgather" if rank == 1 else "ring"),
     "none": error_of(handle_on, tp_size=1, cp_size=4, parallel="none"),
     "frozen": error_of(fit, frozen, tp_size=2),
+    "scored under another plan": error_of(score, held, **others[0]),
+    "scored without a plan": error_of(score, held),
     "positions": error_of(planned, torch.zeros((1, 4), dtype=torch.int64), torch.arange(4)),
 }
 own = handle_on(shard_by_rank=False, sampling="sharded", tp_size=2)

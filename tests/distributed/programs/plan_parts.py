@@ -104,6 +104,8 @@ for size, group in groups.items():
 
 largest = {
     "tp=4 logits": [largest_in_a_step(Plan(tp=4), 512, 32), B * 32 * 512],
+    "tp=2 pp=2 logits": [largest_in_a_step(Plan(tp=2, pp=2, microbatches=2), 512, 32), B * 32 * 512],
+    "tp=2 cp=2 logits": [largest_in_a_step(Plan(tp=2, cp=2), 512, 32), B * 32 * 512],
     "cp=4 keys and values": [largest_in_a_step(Plan(cp=4), 16, 256), B * 256 * 16],
 }
 report({"attention": attention, "losses": losses, "largest": largest})
