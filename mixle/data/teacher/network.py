@@ -26,7 +26,7 @@ import struct
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -221,8 +221,8 @@ class Sender:
             raise ValueError(f"the student at {info.data_endpoint} has no keys, and this worker has; give it keys=")
         self.info = info
         self._layout, self._checksum = layout, checksum
-        self._scratch: Slots | None = None
-        self._payloads: NDArray[np.uint8] = np.zeros((0, layout.payload_bytes), np.uint8)
+        self._free: _Scratch | None = None
+        self._used: dict[bytes, _Scratch] = {}
         self._zmq = optional_import("zmq", extra="teacher")
         self._socket = context.socket(self._zmq.PUSH)
         self._socket.linger = 0
@@ -235,44 +235,58 @@ class Sender:
         self._socket.connect(info.data_endpoint)
 
     def target(self, piece: WorkPiece) -> Target:
-        """Return empty slots of this worker to fill for a piece; they are used again for the next."""
+        """Return empty slots of this worker to fill for a piece; they are used again once it is delivered."""
         if piece.first_slot + piece.count > self.info.slot_count:
             raise ValueError(f"slot {piece.first_slot + piece.count - 1} is beyond {self.info.slot_count}")
-        if self._scratch is None or self._scratch.slot_count < piece.count:
-            memory = memoryview(bytearray(self._layout.segment_bytes(piece.count)))
-            self._scratch = Slots(memory, self._layout, piece.count)
-            self._payloads = _payloads(memory, self._scratch)
-        self._scratch.prepare(0, piece.count, piece.token, piece.generation)
-        return Target(self._scratch, 0, piece.count, piece.token, piece.generation)
+        scratch, self._free = self._free, None
+        if scratch is None or scratch.slots.slot_count < piece.count:
+            scratch = _Scratch.of(self._layout, piece.count)
+        self._used[piece.ticket] = scratch
+        scratch.slots.prepare(0, piece.count, piece.token, piece.generation)
+        return Target(scratch.slots, 0, piece.count, piece.token, piece.generation)
 
     def deliver(self, piece: WorkPiece, outcomes: list[Outcome]) -> list[Outcome]:
         """Send what was made; what cannot be sent within the deadline has failed."""
+        scratch = self._used.pop(piece.ticket)
         delivered = []
         for outcome in outcomes:
             if outcome.outcome == DONE:
                 try:
-                    self._send(piece, outcome.first, outcome.count)
+                    self._send(scratch.payloads, piece, outcome.first, outcome.count)
                     self._socket.sndtimeo = int(SEND_DEADLINE_S * 1000)
                 except self._zmq.Again:
                     self._socket.sndtimeo = 0  # one deadline is enough until it takes something again
                     message = f"the student at {self.info.data_endpoint} took nothing for {SEND_DEADLINE_S:g} s"
                     outcome = outcome._replace(outcome=FAILED, message=message)
             delivered.append(outcome)
+        self._free = scratch
         return delivered
 
     def close(self) -> None:
         """Drop the connection; what is under way is lost."""
-        self._scratch = None
         self._socket.close(linger=0)
 
-    def _send(self, piece: WorkPiece, first: int, count: int) -> None:
+    def _send(self, payloads: NDArray[np.uint8], piece: WorkPiece, first: int, count: int) -> None:
         rows = _run_slots(self._layout)
         for start in range(first, first + count, rows):
             size = min(rows, first + count - start)
             shift = start - piece.first_slot
             head = HEAD.pack(MAGIC, piece.token + shift & U64, piece.generation, start, size, self._checksum)
             # A copy, since the scratch is filled again while this is under way.
-            self._socket.send_multipart([head, self._payloads[shift : shift + size].copy()], copy=False)
+            self._socket.send_multipart([head, payloads[shift : shift + size].copy()], copy=False)
+
+
+class _Scratch(NamedTuple):
+    """Slots in a worker's own memory."""
+
+    slots: Slots
+    payloads: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, layout: SlotLayout, slot_count: int) -> _Scratch:
+        memory = memoryview(bytearray(layout.segment_bytes(slot_count)))
+        slots = Slots(memory, layout, slot_count)
+        return cls(slots, _payloads(memory, slots))
 
 
 def _payloads(memory: memoryview, slots: Slots) -> NDArray[np.uint8]:

@@ -184,8 +184,11 @@ class Peer:
             if model.generation <= self.model.generation:
                 return
             self.model = model
-            if self._on_model is not None:
-                self._on_model(model)
+            try:
+                if self._on_model is not None:
+                    self._on_model(model)
+            except Exception:
+                logger.exception("on_model failed at generation %d", model.generation)
 
     def wake(self) -> None:
         """Make a ``receive`` that waits return None; from any thread, or from a signal handler."""

@@ -308,7 +308,7 @@ class Worker:
             max_batch=self._generator.max_batch,
             patterns=self.patterns,
             prefetch=self.prefetch,
-            held=tuple(self._held.values())[: messages.MAX_PIECES],
+            held=tuple(self._held.copy().values())[: messages.MAX_PIECES],
             model=self._model,
         )
 

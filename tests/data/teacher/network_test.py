@@ -151,10 +151,23 @@ def test_only_what_was_made_is_sent(context: zmq.Context[Any]) -> None:
         assert student.slots.complete(*piece[2:]).tolist() == [True, False, True]
 
 
+def test_two_pieces_that_are_made_in_one_call_do_not_share_memory(context: zmq.Context[Any]) -> None:
+    numbers = iter(range(10))
+    with Student() as student, sender_to(student, context) as sender:
+        one, other = student.piece(0, 2), student.piece(4, 1)._replace(ticket=b"u" * 16)
+        generator = Generator(lambda model_id, cfg, count: [bytes([next(numbers)]) * 21 for _ in range(count)], 8)
+        made = generator.fill([sender.target(one), sender.target(other)], "", None, Demand())
+        assert sender.deliver(one, made[0]) == [Outcome(0, 2, DONE, None)]
+        assert sender.deliver(other, [made[1][0]._replace(first=4)]) == [Outcome(4, 1, DONE, None)]
+        wait_until(lambda: student.is_complete(one) and student.is_complete(other))
+        assert [int(student.slots.array(slot)["y"]) for slot in (0, 1, 4)] == [0, 1, 2]
+
+
 def test_skipped_slots_are_reported_as_they_are(context: zmq.Context[Any]) -> None:
     with Student() as student, sender_to(student, context) as sender:
-        outcomes = [Outcome(0, 2, SKIPPED, None)]
-        assert sender.deliver(student.piece(0, 2), outcomes) == outcomes
+        piece, outcomes = student.piece(0, 2), [Outcome(0, 2, SKIPPED, None)]
+        sender.target(piece)
+        assert sender.deliver(piece, outcomes) == outcomes
 
 
 @pytest.mark.parametrize("again", ["another token", "another generation"])
