@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import shutil
 import socket as net
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -328,3 +333,105 @@ def test_dropped_messages_are_logged(context: zmq.Context[Any], caplog: pytest.L
         wait_until(lambda: student.receiver.dropped == 1)
         stranger.close()
     assert "dropped what came over the network" in caplog.text
+
+
+# ---- three hosts: network namespaces of this machine, joined by a bridge at the broker's
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def hosts() -> Iterator[dict[str, str]]:
+    """Names of the network namespaces of a broker (10.99.0.1), a student (.2) and a worker (.3)."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the ip command")
+    tag = secrets.token_hex(2)
+    names = {role: f"mx{tag}{role[0]}" for role in ("broker", "student", "worker")}
+    try:
+        try:
+            for name in names.values():
+                ip("netns", "add", name)
+            ip("-n", names["broker"], "link", "add", "br0", "type", "bridge")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces are not permitted here: {error.stderr.strip()}")
+        ip("-n", names["broker"], "addr", "add", "10.99.0.1/24", "dev", "br0")
+        ip("-n", names["broker"], "link", "set", "br0", "up")
+        for number, role in ((2, "student"), (3, "worker")):
+            port = f"v{tag}{role[0]}"
+            ip("-n", names["broker"], "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", names[role])
+            ip("-n", names["broker"], "link", "set", port, "master", "br0")
+            ip("-n", names["broker"], "link", "set", port, "up")
+            ip("-n", names[role], "addr", "add", f"10.99.0.{number}/24", "dev", "eth0")
+            ip("-n", names[role], "link", "set", "eth0", "up")
+        yield names
+    finally:
+        for name in names.values():
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=PATIENCE_S)
+
+
+ROLES = """
+import sys
+import numpy as np
+from mixle.data.teacher.broker import Broker
+from mixle.data.teacher.specs import BatchConfig, TensorSpec
+from mixle.data.teacher.student import StudentClient
+from mixle.data.teacher.worker import Worker
+
+role, keys = sys.argv[1:]
+frontend, backend, control, pub = (f"tcp://10.99.0.1:{port}" for port in (7001, 7002, 7003, 7004))
+config = BatchConfig([TensorSpec("x", (300_000,), "int32"), TensorSpec("layer", (), "int64")])
+made = 0
+
+def generator(model_id, cfg):
+    global made
+    made += 1
+    return {"x": np.full(300_000, made, np.int32), "layer": np.array(cfg["layer"], np.int64)}
+
+if role == "broker":
+    Broker(frontend, backend, control, pub, keys=keys).run()
+elif role == "worker":
+    Worker(generator, config.nbytes(), backend, pub, keys=keys).run()
+else:
+    with StudentClient(0, 8, config, frontend, control, pub, keys=keys) as client:
+        seen = set()
+        for layer in (1, 2):
+            client.set_model("teacher", {"layer": layer})
+            for _ in range(10):
+                batch = client.request_batch(4, timeout_ms=20_000)
+                x, layers = batch.tensors()["x"], batch.tensors()["layer"]
+                assert (x == x[:, :1]).all(), "torn"
+                assert layers.tolist() == [layer] * 4, layers
+                seen.update(x[:, 0].tolist())
+                batch.release()
+        print(len(seen), flush=True)
+"""
+
+
+@pytest.mark.distributed
+def test_a_worker_on_another_host_serves_a_student_past_the_broker(hosts: dict[str, str], tmp_path: Path) -> None:
+    Keys.generate().save(tmp_path / "keys")
+
+    def start(role: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["ip", "netns", "exec", hosts[role], sys.executable, "-c", ROLES, role, str(tmp_path / "keys")],
+            env={**os.environ, "MIXLE_TEACHER_DIR": str(tmp_path / role)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    processes = {role: start(role) for role in ("broker", "worker", "student")}
+    try:
+        out, error = processes["student"].communicate(timeout=3 * PATIENCE_S)
+        # Samples of 1.2 MB are larger than any message that the broker takes.
+        assert (processes["student"].returncode, out.strip()) == (0, "80"), error
+        for role in ("worker", "broker"):
+            processes[role].terminate()
+            _, error = processes[role].communicate(timeout=PATIENCE_S)
+            assert processes[role].returncode == 0, error
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.communicate()
