@@ -24,6 +24,7 @@ from mixle.data.teacher.process_watch import ProcessWatch
 from mixle.data.teacher.routing import Channel, OnEvent, Routing
 from mixle.data.teacher.run import Endpoints, held_run, require_host_id, teacher_directory
 from mixle.data.teacher.scheduling import Scheduler
+from mixle.data.teacher.segment import unlink_segment
 from mixle.data.teacher.stats import BrokerStats
 from mixle.utils.exact import require_exact_bool, require_finite_float, require_positive_int
 from mixle.utils.optional_import import optional_import
@@ -346,10 +347,10 @@ class _Service:
             self._routing.process_died(identity, time.monotonic())
             self._watch.unwatch(identity)
 
-    def _unlink(self, medium: str, name: str) -> None:
+    def _unlink(self, medium: messages.MediumName, name: str) -> None:
         """Delete the slots of a dead student; their name was checked when it registered."""
-        path = Path("/dev/shm") if medium == "shm" else self._directory / "slots"
-        (path / name.removeprefix("/")).unlink(missing_ok=True)
+        with suppress(OSError):  # another user's, or no such directory: then it is not ours to delete
+            unlink_segment(name, medium=medium, directory=None if medium == "shm" else self._directory / "slots")
 
     def _bind(self, context: Any, kind: str, endpoint: str, keys: Keys | None, stack: ExitStack) -> tuple[Any, str]:
         """Return a bound socket and its address."""

@@ -117,7 +117,7 @@ class SegmentInfo(NamedTuple):
     """A student's slots, as a worker gets to know of them; ``layout`` is packed, see :mod:`.layout`."""
 
     segment_id: int
-    medium: str
+    medium: MediumName
     name: str
     slot_count: int
     packed_bytes: int
@@ -308,7 +308,7 @@ class Hello(Message):
     student_id: str = checked(_STUDENT_ID)
     rank: int = checked(_integer(0, 2**31))
     identity: ProcessIdentity = checked(_IDENTITY)
-    medium: str = checked(_MEDIUM)
+    medium: MediumName = checked(_MEDIUM)
     segment: str = checked(_SEGMENT_NAME)
     slot_count: int = checked(_integer(1, MAX_SLOTS))
     packed_bytes: int = checked(_integer(0, MAX_SAMPLE_BYTES))

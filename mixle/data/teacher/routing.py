@@ -95,7 +95,7 @@ class Routing:
         timeout_s: float,
         watch: Callable[[ProcessIdentity], bool],
         unwatch: Callable[[ProcessIdentity], None],
-        unlink: Callable[[str, str], None],
+        unlink: Callable[[messages.MediumName, str], None],
         on_event: OnEvent | None = None,
     ) -> None:
         self.run, self.scheduler = run, scheduler
