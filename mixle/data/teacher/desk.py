@@ -48,7 +48,10 @@ class Desk:
         """
         self._require_usable()
         if self._sessions and self._sessions[0].spent:
-            self._sessions.pop().close()
+            spent = self._sessions.pop()
+            spent.close()
+            if spent.failures:
+                raise spent.failures.popleft()
         if not self._sessions:
             self._pid = os.getpid()
             session = Session(self.station, self.fence, deadline_s=within_s, on_event=self._on_event)
@@ -110,6 +113,11 @@ class Desk:
         self.closed = why
         self._leave()
         return True
+
+    def abandon(self) -> None:
+        """Take the slots' name away, and nothing more: the process is about to end."""
+        for session in list(self._sessions):
+            session.segment.unlink()
 
     def _require_usable(self) -> None:
         if self.closed:

@@ -1,7 +1,8 @@
 """What a student knows of each of its slots: who may write there, and what may be handed out.
 
 One row per slot, all columns arrays, no input or output: whoever owns it sends what :meth:`Orders.place` returns and
-reports what it hears. The rule behind every line: a slot is ordered again only when nobody can still write into it.
+reports what it hears. The rule behind every line: a slot is ordered again only when nobody can still write into it, and
+the broker has said its last word on the order before.
 
 ======== ================================== ==============================================================
 state    meaning                            leaves it when
@@ -69,6 +70,7 @@ class Orders:
         self.token: NDArray[np.uint64] = np.zeros(self.usable, np.uint64)
         self.generation: NDArray[np.uint64] = np.zeros(self.usable, np.uint64)
         self._order: NDArray[np.uint64] = np.zeros(self.usable, np.uint64)
+        self._settled: NDArray[np.bool_] = np.ones(self.usable, bool)
         self._writers: dict[int, Hashable] = {}
         self._ready: deque[int] = deque()
         self._runs: list[tuple[int, int, int, int]] | None = None
@@ -77,7 +79,7 @@ class Orders:
     @property
     def free(self) -> int:
         """The number of slots that could be ordered now."""
-        return int(np.count_nonzero(self.state == FREE))
+        return int(np.count_nonzero((self.state == FREE) & self._settled))
 
     @property
     def outstanding(self) -> int:
@@ -122,11 +124,12 @@ class Orders:
         """Order every free slot: one order for each run of neighbours."""
         orders = []
         self._runs = None
-        for first, count in _runs(self.state == FREE):
+        for first, count in _runs((self.state == FREE) & self._settled):
             order_id = secrets.token_bytes(8)
             token, self._next_token = self._next_token, (self._next_token + count) & U64
             slots = slice(first, first + count)
             self.state[slots] = ORDERED
+            self._settled[slots] = False
             self.token[slots] = np.uint64(token) + np.arange(count, dtype=np.uint64)
             self.generation[slots] = generation
             self._order[slots] = int.from_bytes(order_id, "little")
@@ -161,10 +164,11 @@ class Orders:
         return np.flatnonzero(mine & (state >= ORDERED) & (state <= DRAINING)) + first
 
     def ended(self, order_id: bytes, first: int, count: int) -> int:
-        """Free the slots of an order that nobody will write into any more; return how many were still waited for."""
+        """Take the broker's last word on slots of an order; return how many were waited for in vain."""
         slots = self.of(order_id, first, count)
         awaited = int(np.count_nonzero(self.state[slots] != DRAINING))
         self._free(slots)
+        self._settle(order_id, first, count)
         return awaited
 
     def lost(self, order_id: bytes, first: int, count: int, *, writer: Hashable, dead: bool) -> int:
@@ -172,6 +176,7 @@ class Orders:
         slots = self.of(order_id, first, count)
         if dead:
             self._free(slots)
+            self._settle(order_id, first, count)
         else:
             self.state[slots[self.state[slots] == ORDERED]] = LOST
             self._writers.update(dict.fromkeys(slots.tolist(), writer))
@@ -179,7 +184,9 @@ class Orders:
 
     def writer_died(self, writer: Hashable) -> None:
         """Free every slot that waits for ``writer``."""
-        self._free(np.array([slot for slot, who in self._writers.items() if who == writer], np.intp))
+        slots = np.array([slot for slot, who in self._writers.items() if who == writer], np.intp)
+        self._free(slots)
+        self._settled[slots] = True
 
     def supersede(self, generation: int) -> int:
         """Give up everything older than ``generation`` but what is held; return how many complete samples that were."""
@@ -215,11 +222,17 @@ class Orders:
         """Return what a broker that knows nothing must be told again: all that is open, but for a silent worker's."""
         told = (self.state == ORDERED) | (self.state == DRAINING)
         told[list(self._writers)] = False
+        self._settled[(self.state == FREE) | (self.state >= READY)] = True  # of these no broker has anything to say
         orders = []
         for first, count in _runs(told, np.diff(self._order) != 0):
             order_id = int(self._order[first]).to_bytes(8, "little")
             orders.append(Order(order_id, first, count, int(self.token[first]), int(self.generation[first])))
         return orders
+
+    def _settle(self, order_id: bytes, first: int, count: int) -> None:
+        if 0 <= first < first + count <= self.usable:
+            slots = slice(first, first + count)
+            self._settled[slots] |= self._order[slots] == np.uint64(int.from_bytes(order_id, "little"))
 
     def _free(self, slots: NDArray[np.intp]) -> None:
         self._runs = None

@@ -7,6 +7,8 @@ import weakref
 from mixle.data.teacher.desk import Desk
 from mixle.data.teacher.fence import GenerationReader
 
+RETIRED = "retired: the client that its generation_value belongs to was closed"
+
 _desks: weakref.WeakKeyDictionary[Desk, GenerationReader] = weakref.WeakKeyDictionary()
 
 
@@ -19,4 +21,4 @@ def retire_readers(shared: GenerationReader) -> None:
     """Close the desks that share a generation with a client that was closed."""
     for desk, other in list(_desks.items()):
         if other.shares(shared):
-            desk.close("retired: the client that its generation_value belongs to was closed")
+            desk.close(RETIRED)

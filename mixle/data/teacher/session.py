@@ -12,12 +12,14 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 from mixle.data.teacher import messages
 from mixle.data.teacher.errors import GeneratorFailed, TeacherError
 from mixle.data.teacher.fence import Fence
 from mixle.data.teacher.messages import MAX_PIECES, Order, Piece
+from mixle.data.teacher.network import Receiver, own_address
 from mixle.data.teacher.orders import Orders
 from mixle.data.teacher.peer import Peer, ask, refusal
 from mixle.data.teacher.run import ProcessIdentity, is_alive, process_identity
@@ -30,6 +32,7 @@ __all__ = ["OnEvent", "Session"]
 logger = logging.getLogger(__name__)
 
 SPIN_S = 200e-6
+GATHER_S = 0.002
 TICK_S = 0.1
 BEHIND_S = 0.05
 STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
@@ -64,6 +67,8 @@ class Session:
         self._released = 0
         self._hold_until = 0.0
         self._stats: bytes | None = None
+        self._receiver: Receiver | None = None
+        self._owed: deque[tuple[float, Piece]] = deque()
         self._pid = os.getpid()
         self.run = ask(station.frontend, keys=station.keys, deadline_s=deadline_s)
         fence.learn(self.run.model)
@@ -72,7 +77,8 @@ class Session:
         try:
             self.slots = Slots(self.segment.buffer, station.layout, station.slot_count)
             self.slots.initialize()
-            registration = _Registration(station, self.segment.name)
+            self._receiver = self._listening()
+            registration = _Registration(station, self.segment.name, self._receiver)
             self.peer = registration.peer = Peer(
                 station.frontend,
                 registration,
@@ -87,6 +93,8 @@ class Session:
                 self.peer.close()
                 raise
         except BaseException:
+            if self._receiver is not None:
+                self._receiver.close()
             self.segment.unlink()
             raise
         on_event("registered", {"run_id": self.run.run_id, "segment": self.segment.name})
@@ -115,22 +123,24 @@ class Session:
             self.hear(0.0)
             first = self._take()
         watched = False
-        while first is None and not self.spent:
+        while first is None:
             if self.failures:
                 raise self.failures.popleft()
-            self._place()
+            if self.spent:
+                return None
+            self._place(at_least=self._orders.usable // 4)
             left = until - time.monotonic()
             if left <= 0:
                 return None
             if not watched:
                 watched = True
                 self._watch(min(left, SPIN_S))
-            elif not self.hear(min(left, TICK_S)):
-                self._look()
-                self._bury()
+            elif not self.hear(min(left, GATHER_S)):
+                self._place()
+                if not self.hear(min(left, TICK_S)):
+                    self._look()
+                    self._bury()
             first = self._take()
-        if first is not None and self._released * 4 >= self._orders.usable:
-            self._place()
         return first
 
     def generation_of(self, first: int) -> int:
@@ -149,6 +159,7 @@ class Session:
         self._orders.release(first)
         self._released += self._orders.size
         if self._released * 4 >= self._orders.usable and not self.spent:
+            self.hear(0.0)
             self._place()
 
     def statistics(self, deadline_s: float) -> bytes | None:
@@ -166,6 +177,8 @@ class Session:
         if os.getpid() != self._pid:
             return
         self.spent = True
+        if self._receiver is not None:
+            self._receiver.close()
         self.peer.close(messages.Bye())
         self.segment.unlink()
         self.segment.close()
@@ -194,22 +207,43 @@ class Session:
             if self._orders is not None:
                 self.stale += self._orders.supersede(generation)
 
-    def _place(self) -> None:
-        """Order every slot that is free."""
+    def _place(self, *, at_least: int = 1) -> None:
+        """Order every slot that is free, if they are so many or nothing else is ordered."""
         orders = self._orders
         assert orders is not None
         self._follow()
         if self.peer.welcome is not self.welcome or time.monotonic() < self._hold_until:
             return  # registered anew: what is outstanding goes first
+        if orders.free < at_least and orders.outstanding:
+            return
         self._released = 0
         self._send(self._placed(), resent=False)
 
     def _placed(self) -> list[Order]:
         assert self._orders is not None
         orders = self._orders.place(self._generation)
-        for order in orders:
-            self.slots.prepare(order.first_slot, order.count, order.token, order.generation)
+        with nullcontext() if self._receiver is None else self._receiver.lock:
+            for order in orders:
+                self.slots.prepare(order.first_slot, order.count, order.token, order.generation)
         return orders
+
+    def _listening(self) -> Receiver | None:
+        """Return what takes samples of workers on other hosts, if the broker is where other hosts can reach it."""
+        station = self.station
+        if not station.frontend.startswith("tcp://"):
+            return None
+        return Receiver(
+            self.slots,
+            self.segment.buffer,
+            own_address(station.frontend),
+            keys=station.keys,
+            insecure=station.keys is None,
+            on_arrival=self._wake,
+        )
+
+    def _wake(self) -> None:
+        if (peer := getattr(self, "peer", None)) is not None:
+            peer.wake()
 
     def _send(self, orders: list[Order], *, resent: bool) -> None:
         for start in range(0, len(orders), MAX_PIECES):
@@ -244,18 +278,24 @@ class Session:
         """Attend to the next message, and to all that came with it; tell whether there was one."""
         message = self.peer.receive(timeout_s)
         if message is None:
+            if self._owed:
+                self._collect_owed()
             return False
         while message is not None:
             self._attend(message)
             message = self.peer.receive(0.0)
+        if self._owed:
+            self._collect_owed()
         return True
 
     def _attend(self, message: messages.Message) -> None:
         match message:
             case messages.Complete(pieces=pieces):
                 for piece in pieces:
-                    if self._end(piece):
-                        self._fail(f"a worker said that {_slots(piece)} is complete, but its header does not", tries=1)
+                    if self._receiver is not None and self._look_at(piece):
+                        self._owed.append((time.monotonic() + self.welcome.timeout_s, piece))
+                    else:
+                        self._collect(piece)
             case messages.Failed(order_id=order_id, first_slot=first, count=count, message=reason, tries=tries):
                 if self._end(Piece(order_id, first, count)):
                     self._fail(reason, tries=tries)
@@ -275,20 +315,43 @@ class Session:
                 self._on_event("stopped", {"run_id": self.run.run_id})
             case messages.Error() as error:
                 self.spent = True
-                raise refusal(error, self.station.frontend)
+                self.failures.append(refusal(error, self.station.frontend))
             case _:
                 logger.warning("dropped a %s that makes no sense to a student", type(message).__name__)
 
-    def _end(self, piece: Piece) -> int:
-        """Take what is complete of slots that nobody writes any more; return how many were waited for in vain."""
+    def _collect(self, piece: Piece) -> None:
+        """Have what a worker said it had written."""
+        if self._end(piece):
+            self._fail(f"a worker said that {_slots(piece)} is complete, but no such sample came", tries=1)
+
+    def _collect_owed(self) -> None:
+        """Have what arrived over the network before or after the word of it, or did not in time."""
+        now = time.monotonic()
+        for _ in range(len(self._owed)):
+            due, piece = self._owed.popleft()
+            if now > due or not self._look_at(piece):
+                self._collect(piece)
+            else:
+                self._owed.append((due, piece))
+
+    def _look_at(self, piece: Piece) -> int:
+        """Take what is complete of a piece; return how many of its slots are still open."""
         orders, (order_id, first, count) = self._orders, piece
-        if orders is None or not len(slots := orders.of(order_id, first, count)):
+        if orders is None:
+            return 0
+        slots = orders.of(order_id, first, count)
+        if not len(slots):
             return 0
         # Others of the piece may have been ordered anew since; what is of one order has tokens in turn.
         one = int(slots[0])
         token = (int(orders.token[one]) - (one - first)) & messages.U64
         orders.landed(self.slots.complete(first, count, token, int(orders.generation[one])), first=first)
-        return orders.ended(order_id, first, count)
+        return len(orders.of(order_id, first, count))
+
+    def _end(self, piece: Piece) -> int:
+        """Take what is complete of slots that nobody writes any more; return how many were waited for in vain."""
+        self._look_at(piece)
+        return 0 if self._orders is None else self._orders.ended(*_row(piece))
 
     def _fail(self, reason: str, *, tries: int) -> None:
         model = self.fence.model
@@ -300,10 +363,7 @@ class Session:
             return
         # A worker on another host writes through our receiver, which lets no late token pass.
         harmless = dead or worker.host != self.station.host
-        slots = sum(
-            self._orders.lost(piece.order_id, piece.first_slot, piece.count, writer=worker, dead=harmless)
-            for piece in pieces
-        )
+        slots = sum(self._orders.lost(*_row(piece), writer=worker, dead=harmless) for piece in pieces)
         self._on_event("lost", {"worker": worker, "slots": slots, "dead": dead})
 
     def _bury(self) -> None:
@@ -332,8 +392,10 @@ class Session:
 class _Registration:
     """Make the HELLO of a session, in whichever thread asks; ``peer`` is set once there is one."""
 
-    def __init__(self, station: Station, segment: str) -> None:
+    def __init__(self, station: Station, segment: str, receiver: Receiver | None) -> None:
         self.peer: Peer | None = None
+        self._endpoint = None if receiver is None else receiver.endpoint
+        self._key = None if receiver is None else receiver.public_key
         self._station, self._segment = station, segment
         self._layout = messages.msgpack.packb(station.layout.to_wire())
         self._identity = process_identity(station.host)
@@ -351,8 +413,8 @@ class _Registration:
             slot_count=station.slot_count,
             packed_bytes=station.layout.packed_bytes,
             layout=self._layout,
-            data_endpoint=None,
-            data_key=None,
+            data_endpoint=self._endpoint,
+            data_key=self._key,
             model=peer.model if peer is not None else messages.NO_MODEL,
         )
 
@@ -366,6 +428,10 @@ class _Note:
     def __call__(self, model: messages.ModelState) -> None:
         self._fence.learn(model)
         self._on_event("model", {"generation": model.generation, "model_id": model.model_id})
+
+
+def _row(piece: Piece) -> tuple[bytes, int, int]:
+    return piece.order_id, piece.first_slot, piece.count
 
 
 def _slots(piece: Piece) -> str:

@@ -15,6 +15,15 @@ def placed(slot_count=4, size=1, generation=1):
     return orders, order
 
 
+def land(orders, order, *slots):
+    """Complete slots of an order, and hear the broker say so."""
+    complete = np.zeros(orders.usable, bool)
+    complete[list(slots)] = True
+    orders.landed(complete)
+    for slot in slots:
+        orders.ended(order.order_id, slot, 1)
+
+
 def states(orders):
     return [SlotState(state).name for state in orders.state]
 
@@ -30,7 +39,7 @@ def test_neighbouring_free_slots_make_one_order():
 
 def test_separate_free_slots_make_an_order_each_with_tokens_of_their_own():
     orders, first = placed(slot_count=5)
-    orders.landed(np.array([True, False, False, True, True]))
+    land(orders, first, 0, 3, 4)
     for _ in range(3):
         orders.release(orders.take())
     again = orders.place(1)
@@ -81,8 +90,8 @@ def test_a_group_is_taken_only_when_all_of_it_is_there():
 
 
 def test_what_is_held_is_not_ordered_again_before_its_release():
-    orders, _ = placed(slot_count=4, size=2)
-    orders.landed(np.ones(4, bool))
+    orders, order = placed(slot_count=4, size=2)
+    land(orders, order, 0, 1, 2, 3)
     first = orders.take()
     assert orders.place(1) == []
     orders.release(first)
@@ -94,6 +103,23 @@ def test_a_slot_that_is_not_held_is_not_released(slot):
     orders, _ = placed(slot_count=4, size=2)
     with pytest.raises(ValueError, match=f"slot_id={slot} is not held"):
         orders.release(slot)
+
+
+def test_a_slot_is_not_ordered_again_before_the_broker_has_said_its_last_word():
+    orders, order = placed(slot_count=2)
+    orders.landed(np.array([True, True]))
+    orders.release(orders.take())
+    assert orders.place(1) == [] and orders.free == 0
+    orders.ended(order.order_id, 0, 2)
+    assert [(again.first_slot, again.count) for again in orders.place(1)] == [(0, 1)]
+
+
+def test_a_new_broker_has_nothing_to_say_of_what_is_complete():
+    orders, _ = placed(slot_count=2)
+    orders.landed(np.array([True, True]))
+    orders.release(orders.take())
+    assert orders.unfinished() == []
+    assert [(again.first_slot, again.count) for again in orders.place(1)] == [(0, 1)]
 
 
 # ---- failures
@@ -167,7 +193,7 @@ def test_a_student_is_stuck_when_every_group_has_a_silent_writer_or_a_reader():
 
 def test_runs_are_split_where_tokens_do_not_follow_each_other():
     orders, order = placed(slot_count=6)
-    orders.landed(np.array([True, False, False, True, False, False]))
+    land(orders, order, 0, 3)
     assert orders.runs() == [(1, 2, order.token + 1, 1), (4, 2, order.token + 4, 1)]
     orders.release(orders.take())
     (again,) = orders.place(2)
@@ -191,7 +217,7 @@ def test_a_cancelled_slot_is_ordered_only_when_its_writer_is_done():
     orders, order = placed()
     orders.supersede(2)
     assert orders.place(2) == []
-    orders.landed(np.array([True]), first=3)
+    land(orders, order, 3)
     assert orders.take() is None
     assert [(again.first_slot, again.generation) for again in orders.place(2)] == [(3, 2)]
     orders.ended(order.order_id, 0, 4)
@@ -217,7 +243,7 @@ def test_a_failure_of_a_cancelled_order_is_nobodys_loss():
 
 def test_what_has_not_come_is_told_again_under_the_same_ids_and_tokens():
     orders, order = placed(slot_count=6)
-    orders.landed(np.array([False, False, True, False, False, False]))
+    land(orders, order, 2)
     orders.release(orders.take())
     (filler,) = orders.place(1)
     assert orders.unfinished() == [
@@ -257,6 +283,7 @@ class Student(RuleBasedStateMachine):
         self.complete: dict[int, tuple] = {}  # slot: (token, generation), as in its header
         self.held: list[int] = []
         self.tokens: set[int] = set()
+        self.unsaid: list[tuple[bytes, int]] = []  # complete, and the broker has not said so yet
 
     def some(self, data):
         return data.draw(st.sampled_from(list(self.writing)))
@@ -277,8 +304,16 @@ class Student(RuleBasedStateMachine):
     @rule(data=st.data())
     def worker_finishes(self, data):
         slot = self.some(data)
-        _, token, generation, _ = self.writing.pop(slot)
+        order_id, token, generation, _ = self.writing.pop(slot)
         self.complete[slot] = (token, generation)
+        self.unsaid.append((order_id, slot))
+
+    @precondition(lambda self: self.unsaid)
+    @rule(data=st.data())
+    def broker_says_complete(self, data):
+        order_id, slot = self.unsaid.pop(data.draw(st.integers(0, len(self.unsaid) - 1)))
+        self.scan()
+        self.orders.ended(order_id, slot, 1)
 
     @rule()
     def scan(self):
@@ -336,6 +371,8 @@ class Student(RuleBasedStateMachine):
 
     @rule()
     def broker_restarts(self):
+        self.unsaid.clear()
+        self.scan()
         told = {order.first_slot + i for order in self.orders.unfinished() for i in range(order.count)}
         assert told >= {slot for slot, work in self.writing.items() if work[3] is None}
 
