@@ -123,6 +123,7 @@ def test_ranks_of_a_replica_draw_different_dropout_and_still_agree(reports):
         ("none", 'parallel="none" on 4 ranks'),
         ("positions", "positions are dealt out by the plan"),
         ("frozen", "does not require a gradient"),
+        ("frozen since", "does not require a gradient"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_on_every_rank(reports, case, message):

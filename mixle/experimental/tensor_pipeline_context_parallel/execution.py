@@ -174,6 +174,9 @@ class PlanExecution:
             ValueError: the plan does not fit it; gives the nearest that does.
         """
         plan = self.plan
+        frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+        if frozen:
+            raise ValueError(f"{frozen[0]} does not require a gradient; a plan trains every parameter of a module")
         if sharding_of(module) is not None:
             self._check_parts(module)
             return
@@ -199,9 +202,6 @@ class PlanExecution:
                 f'dropout={module.dropout} of attention weights does not go with cp_size={plan.cp} and cp_mode="ring", '
                 'which never has them in one place; use dropout=0 or cp_mode="allgather"'
             )
-        frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
-        if frozen:
-            raise ValueError(f"{frozen[0]} does not require a gradient; a plan trains every parameter of a module")
 
 
 class PlannedNextToken(NextToken):

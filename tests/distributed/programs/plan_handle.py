@@ -175,6 +175,9 @@ frozen.norm.weight.requires_grad_(False)
 planned = model()
 held = fit(planned, epochs=1, **first)
 tp4 = CausalLM(VOCAB, 16, 2, 2, BLOCK)
+later = model()
+thawed = fit(later, epochs=1, **first)
+next(later.parameters()).requires_grad_(False)
 results["refused"] = {
     "ring and dropout": error_of(fit, model(dropout=0.1), **PLANS["dp=2 cp=2 fsdp"]),
     "another module": error_of(fit, Other(VOCAB, 16, 4, 2, BLOCK), tp_size=2),
@@ -189,6 +192,7 @@ results["refused"] = {
     "different plans": error_of(handle_on, cp_size=2, cp_mode="allgather" if rank == 1 else "ring"),
     "none": error_of(handle_on, tp_size=1, cp_size=4, parallel="none"),
     "frozen": error_of(fit, frozen, tp_size=2),
+    "frozen since": error_of(fit, later, thawed, **first),
     "scored under another plan": error_of(score, held, **others[0]),
     "scored without a plan": error_of(score, held),
     "positions": error_of(planned, torch.zeros((1, 4), dtype=torch.int64), torch.arange(4)),
