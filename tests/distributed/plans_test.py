@@ -15,7 +15,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 @pytest.fixture(scope="module")
 def reports():
-    return launch(PROGRAMS / "plan_handle.py", ranks=4, timeout_s=240).reports
+    return launch(PROGRAMS / "plan_handle.py", ranks=4, timeout_s=290).reports
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
