@@ -233,7 +233,7 @@ class Worker:
 
     def _begin(self, peer: Peer) -> None:
         deadline = time.monotonic() + self._deadline_s
-        while not self._demand.ended and peer.welcome is None:
+        while not self._demand.ended and self._attachments is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise peer.unreachable(self._deadline_s)

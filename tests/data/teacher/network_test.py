@@ -372,6 +372,7 @@ def hosts() -> Iterator[dict[str, str]]:
 
 
 ROLES = """
+import os
 import sys
 import numpy as np
 from mixle.data.teacher.broker import Broker
@@ -382,7 +383,7 @@ from mixle.data.teacher.worker import Worker
 role, keys = sys.argv[1:]
 frontend, backend, control, pub = (f"tcp://10.99.0.1:{port}" for port in (7001, 7002, 7003, 7004))
 config = BatchConfig([TensorSpec("x", (300_000,), "int32"), TensorSpec("layer", (), "int64")])
-made = 0
+made = os.getpid() << 8  # no two workers make the same
 
 def generator(model_id, cfg):
     global made
@@ -398,40 +399,65 @@ else:
         seen = set()
         for layer in (1, 2):
             client.set_model("teacher", {"layer": layer})
-            for _ in range(10):
+            for step in range(10):
                 batch = client.request_batch(4, timeout_ms=20_000)
                 x, layers = batch.tensors()["x"], batch.tensors()["layer"]
                 assert (x == x[:, :1]).all(), "torn"
                 assert layers.tolist() == [layer] * 4, layers
                 seen.update(x[:, 0].tolist())
                 batch.release()
+                if layer == 1 and step == 2:
+                    print("begun", flush=True)
+                    sys.stdin.readline()
         print(len(seen), flush=True)
 """
 
 
-@pytest.mark.distributed
-def test_a_worker_on_another_host_serves_a_student_past_the_broker(hosts: dict[str, str], tmp_path: Path) -> None:
-    Keys.generate().save(tmp_path / "keys")
-
-    def start(role: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            ["ip", "netns", "exec", hosts[role], sys.executable, "-c", ROLES, role, str(tmp_path / "keys")],
-            env={**os.environ, "MIXLE_TEACHER_DIR": str(tmp_path / role)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    processes = {role: start(role) for role in ("broker", "worker", "student")}
+@contextmanager
+def running(hosts: dict[str, str], directory: Path, *roles: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """One process for each role, on its host; all dead at the end."""
+    keys = directory / "keys"
+    Keys.generate().save(keys)
+    processes: list[subprocess.Popen[str]] = []
     try:
-        out, error = processes["student"].communicate(timeout=3 * PATIENCE_S)
-        # Samples of 1.2 MB are larger than any message that the broker takes.
-        assert (processes["student"].returncode, out.strip()) == (0, "80"), error
-        for role in ("worker", "broker"):
-            processes[role].terminate()
-            _, error = processes[role].communicate(timeout=PATIENCE_S)
-            assert processes[role].returncode == 0, error
+        for role in roles:
+            processes.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", hosts[role], sys.executable, "-c", ROLES, role, str(keys)],
+                    env={**os.environ, "MIXLE_TEACHER_DIR": str(directory / role)},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        yield processes
     finally:
-        for process in processes.values():
+        for process in processes:
             process.kill()
             process.communicate()
+
+
+@pytest.mark.distributed
+def test_a_worker_on_another_host_serves_a_student_past_the_broker(hosts: dict[str, str], tmp_path: Path) -> None:
+    with running(hosts, tmp_path, "broker", "worker", "student") as (broker, worker, student):
+        out, error = student.communicate("go\n", timeout=3 * PATIENCE_S)
+        # Samples of 1.2 MB are larger than any message that the broker takes.
+        assert (student.returncode, out.split()) == (0, ["begun", "80"]), error
+        for process in (worker, broker):
+            process.terminate()
+            _, error = process.communicate(timeout=PATIENCE_S)
+            assert process.returncode == 0, error
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_work_of_a_worker_that_dies_on_another_host_is_made_by_the_other(
+    hosts: dict[str, str], tmp_path: Path
+) -> None:
+    with running(hosts, tmp_path, "broker", "worker", "worker", "student") as (_, one, _, student):
+        assert student.stdout is not None
+        assert student.stdout.readline() == "begun\n"
+        one.kill()
+        out, error = student.communicate("go\n", timeout=3 * PATIENCE_S)
+        assert (student.returncode, out.split()) == (0, ["80"]), error
