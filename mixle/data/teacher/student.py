@@ -29,6 +29,7 @@ from mixle.utils.optional_import import optional_import
 __all__ = ["StudentClient"]
 
 RESEND_S = 1.0
+REGISTRATIONS = 5
 
 
 class StudentClient:
@@ -100,6 +101,11 @@ class StudentClient:
     def batch_config(self) -> BatchConfig:
         """What a sample is."""
         return self._station.layout.config
+
+    @property
+    def slot_count(self) -> int:
+        """The samples that the shared memory holds."""
+        return self._station.slot_count
 
     @property
     def generation(self) -> int:
@@ -223,8 +229,10 @@ class StudentClient:
         """Have the broker switch; the same request is sent again until it is answered, and done once."""
         request_id = secrets.token_bytes(8)
         until = time.monotonic() + self._deadline_s
+        unknown = 0
         while (left := until - time.monotonic()) > 0:
             session = self._desk.session(left)
+            session.hear(0.0)
             request = messages.SetModel(
                 request_id=request_id,
                 student_id=self._station.student_id,
@@ -236,8 +244,9 @@ class StudentClient:
             match self._ask_control(request, min(left, RESEND_S)):
                 case messages.Model(model=model):
                     return model
-                case messages.Error(kind="identity"):
-                    session.hear(min(left, session.welcome.heartbeat_s))  # a new broker: the session registers anew
+                case messages.Error(kind="identity" | "refused") if unknown < REGISTRATIONS:
+                    unknown += 1  # a new broker does not know the session yet, which registers anew by itself
+                    session.hear(min(left, session.welcome.heartbeat_s))
                 case messages.Error() as error:
                     raise refusal(error, self._control)
         raise BrokerUnreachable(

@@ -1,0 +1,413 @@
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from teacher_run import CONFIG, free_ports, sample, teacher_run
+
+from mixle.data.teacher.batch_ref import BatchRef
+from mixle.data.teacher.broker import Broker
+from mixle.data.teacher.errors import BrokerUnreachable, GeneratorFailed, LeaderRefused, NoWorker, TeacherError
+from mixle.data.teacher.specs import BatchConfig, TensorSpec
+from mixle.data.teacher.student import StudentClient
+from mixle.data.teacher.worker import Worker
+
+
+@pytest.fixture
+def run():
+    with teacher_run() as run:
+        yield run
+
+
+def counting():
+    numbers = itertools.count()
+    return lambda model_id, model_cfg: sample(next(numbers))
+
+
+def generations():
+    """A generator whose samples tell the configuration of the model."""
+    return lambda model_id, model_cfg: sample(-1 if model_cfg is None else model_cfg["number"])
+
+
+# ---- samples
+
+
+def test_a_sample_is_read_where_the_teacher_wrote_it(run):
+    run.start_broker()
+    run.start_worker(counting())
+    with StudentClient(0, 4, CONFIG, **run.client) as client:
+        with client.request_sample(5000) as ref:
+            tensors = ref.tensors()
+            assert tensors["x"].tolist() == [0.0, 0.0, 0.0] and tensors["x"].dtype == torch.float32
+            assert tensors["y"].item() == 0 and tensors["y"].shape == ()
+            assert ref.generation == 0
+        with pytest.raises(RuntimeError, match="was released"):
+            ref.tensors()
+
+
+def test_every_sample_is_served_once_while_slots_are_used_again(run):
+    run.start_broker()
+    run.start_worker(counting())
+    seen = []
+    with StudentClient(0, 3, CONFIG, **run.client) as client:
+        for _ in range(50):
+            ref = client.request_sample(5000)
+            seen.append(ref.tensors()["y"].item())
+            client.release_slot(ref.slot_id)
+    assert len(set(seen)) == 50
+
+
+def test_samples_of_two_clients_do_not_mix_though_neither_said_hello(run):
+    run.start_broker()
+    run.start_worker(counting())
+    seen = []
+    with StudentClient(0, 2, CONFIG, **run.client) as one, StudentClient(1, 2, CONFIG, **run.client) as other:
+        for client in [one, other] * 20:
+            with client.request_sample(5000) as ref:
+                seen.append(ref.tensors()["y"].item())
+    assert len(set(seen)) == 40
+
+
+def test_a_batch_is_one_strided_tensor_over_the_slots(run):
+    run.start_broker()
+    run.start_worker(counting())
+    with StudentClient(0, 8, CONFIG, **run.client) as client:
+        with client.request_batch(4, 5000) as batch:
+            assert isinstance(batch, BatchRef) and len(batch) == 4
+            x, y = batch.tensors()["x"], batch.tensors()["y"]
+            assert x.shape == (4, 3) and y.shape == (4,)
+            assert x.data_ptr() % 64 == 0 and x[1].data_ptr() - x[0].data_ptr() == y[1].data_ptr() - y[0].data_ptr()
+            assert torch.equal(x, y.float()[:, None].expand(4, 3))
+            kept = batch.copy()
+            out = {"x": torch.empty(4, 3), "y": torch.empty(4, dtype=torch.int64)}
+            assert batch.copy(out=out)["x"] is out["x"]
+            values = y.tolist()
+        assert kept["y"].tolist() == out["y"].tolist() == values
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ({"x": torch.empty(3)}, r"out has the names \['x'\]; the samples have \['x', 'y'\]"),
+        ({"x": torch.empty(2), "y": torch.tensor(0)}, r"out\['x'\] is torch.float32 of shape \(2,\)"),
+        ({"x": torch.empty(3), "y": torch.tensor(0.0)}, r"out\['y'\] is torch.float32"),
+    ],
+)
+def test_a_copy_into_tensors_that_do_not_fit_is_refused(run, out, message):
+    run.start_broker()
+    run.start_worker(counting())
+    with (
+        StudentClient(0, 1, CONFIG, **run.client) as client,
+        client.request_sample(5000) as ref,
+        pytest.raises(ValueError, match=message),
+    ):
+        ref.copy(out=out)
+
+
+def test_what_is_held_stays_readable_after_the_client_is_closed(run):
+    run.start_broker()
+    run.start_worker(counting())
+    client = StudentClient(0, 2, CONFIG, **run.client)
+    ref = client.request_sample(5000)
+    tensors = ref.tensors()
+    client.close()
+    gc.collect()
+    assert tensors["x"].tolist() == [0.0, 0.0, 0.0]
+    ref.release()
+
+
+def test_sizes_do_not_change_within_a_client(run):
+    run.start_broker()
+    run.start_worker(counting())
+    with StudentClient(0, 8, CONFIG, **run.client) as client:
+        client.request_sample(5000).release()
+        with pytest.raises(ValueError, match="size=4: this client has asked for 1 at a time"):
+            client.request_batch(4)
+
+
+def test_a_batch_larger_than_the_slots_is_refused(run):
+    with (
+        StudentClient(0, 8, CONFIG, **run.client) as client,
+        pytest.raises(ValueError, match="size=9 exceeds slot_count=8"),
+    ):
+        client.request_batch(9)
+
+
+def test_a_slot_is_released_once(run):
+    run.start_broker()
+    run.start_worker(counting())
+    with StudentClient(0, 2, CONFIG, **run.client) as client:
+        ref = client.request_sample(5000)
+        client.release_slot(ref.slot_id)
+        with pytest.raises(ValueError, match=f"slot_id={ref.slot_id} is not held"):
+            client.release_slot(ref.slot_id)
+
+
+# ---- the fence
+
+
+def test_no_sample_of_an_older_model_is_served_after_the_switch(run):
+    run.start_broker()
+    run.start_worker(generations())
+    with StudentClient(0, 16, CONFIG, **run.client) as client:
+        for number in range(1, 40):
+            generation = client.set_model("m", {"number": number})
+            assert generation == client.generation == client.generation_value.value == number
+            for _ in range(number % 3):
+                with client.request_sample(5000) as ref:
+                    assert ref.generation == generation
+                    assert ref.tensors()["y"].item() == number
+
+
+def test_another_rank_hears_of_the_switch(run):
+    run.start_broker()
+    run.start_worker(generations())
+    with StudentClient(0, 2, CONFIG, **run.client) as leader, StudentClient(1, 2, CONFIG, **run.client) as follower:
+        follower.start_sub_listener()
+        leader.set_model("m", {"number": 7})
+        deadline = time.monotonic() + 20
+        while follower.generation < 1 and time.monotonic() < deadline:
+            os.sched_yield()
+        assert follower.generation_value.value == 1
+        with follower.request_sample(5000) as ref:
+            assert ref.tensors()["y"].item() == 7
+        assert follower.hello()["model_cfg"] == {"number": 7}
+
+
+def test_only_rank_0_leads(run):
+    with StudentClient(1, 2, CONFIG, **run.client) as client, pytest.raises(LeaderRefused, match="student_rank=1"):
+        client.set_model("m")
+
+
+def test_a_second_leader_is_refused(run):
+    run.start_broker()
+    with StudentClient(0, 2, CONFIG, **run.client) as one, StudentClient(0, 2, CONFIG, **run.client) as two:
+        one.set_model("m")
+        with pytest.raises(LeaderRefused):
+            two.set_model("n")
+
+
+def test_a_model_id_is_kept_whole_or_refused_with_the_limit(run):
+    run.start_broker()
+    with StudentClient(0, 2, CONFIG, **run.client) as client:
+        client.set_model("m" * 1024)
+        assert client.hello()["model_id"] == "m" * 1024
+        with pytest.raises(ValueError, match="1024"):
+            client.set_model("m" * 1025)
+
+
+# ---- what goes wrong
+
+
+def test_a_generator_that_raises_is_heard_at_the_student(run):
+    def broken(model_id, model_cfg):
+        raise ZeroDivisionError("no teacher today")
+
+    run.start_broker(max_tries=2)
+    run.start_worker(broken)
+    with (
+        StudentClient(0, 2, CONFIG, **run.client) as client,
+        pytest.raises(GeneratorFailed, match=r"in 2 tries: .*no teacher today"),
+    ):
+        client.request_sample(20_000)
+
+
+@pytest.mark.parametrize("size", [0, 19, 21, 4096])
+def test_bytes_that_are_too_many_or_too_few_fail_the_order_and_nothing_else(run, size):
+    answers = itertools.cycle([bytes(size), CONFIG.encode(**sample(5))])
+    run.start_broker(max_tries=1)
+    run.start_worker(lambda model_id, model_cfg: next(answers))
+    served = failed = 0
+    with StudentClient(0, 4, CONFIG, **run.client) as client:
+        while not (served > 3 and failed):
+            try:
+                with client.request_sample(20_000) as ref:
+                    assert ref.tensors()["y"].item() == 5
+                    served += 1
+            except GeneratorFailed as error:
+                assert "20" in str(error)
+                failed += 1
+
+
+def test_a_dead_broker_costs_no_more_than_the_time_out_asked_for(run):
+    with StudentClient(0, 2, CONFIG, **run.client) as client:
+        begun = time.monotonic()
+        assert client.request_sample(timeout_ms=100) is None
+        assert time.monotonic() - begun < 10
+
+
+def test_a_broker_that_is_missing_for_the_deadline_is_named(run):
+    with (
+        StudentClient(0, 2, CONFIG, deadline_s=0.2, **run.client) as client,
+        pytest.raises(BrokerUnreachable, match=f"{run.frontend}.*0.2 s in all"),
+    ):
+        client.request_sample(60_000)
+
+
+def test_time_outs_add_up_to_the_deadline(run):
+    with StudentClient(0, 2, CONFIG, deadline_s=0.3, **run.client) as client, pytest.raises(BrokerUnreachable):
+        for _ in range(100):
+            assert client.request_sample(timeout_ms=50) is None
+
+
+def test_a_model_that_nobody_serves_is_an_error_that_says_who_serves_what(run):
+    run.start_broker()
+    run.start_worker(counting(), patterns=("other*",), worker_id="w1")
+    with StudentClient(0, 2, CONFIG, deadline_s=0.5, **run.client) as client:
+        client.set_model("m")
+        with pytest.raises(NoWorker, match=r"model 'm' \(generation 1\).*w1 .*other\*"):
+            client.request_sample(60_000)
+
+
+def test_a_slow_generator_is_no_missing_worker(run):
+    go = threading.Event()
+
+    def slow(model_id, model_cfg):
+        go.wait(20)
+        return sample(3)
+
+    run.start_broker()
+    run.start_worker(slow)
+    with StudentClient(0, 1, CONFIG, deadline_s=0.1, **run.client) as client:
+        client.hello()
+        assert client.request_sample(timeout_ms=400) is None
+        go.set()
+        with client.request_sample(20_000) as ref:
+            assert ref.tensors()["y"].item() == 3
+
+
+def test_slots_that_the_reader_never_released_are_named_by_the_deadline(run):
+    run.start_broker()
+    run.start_worker(counting())
+    with StudentClient(0, 1, CONFIG, deadline_s=0.2, **run.client) as client:
+        held = client.request_sample(20_000)
+        assert held is not None
+        with pytest.raises(TeacherError, match="all 1 slots are held by the reader"):
+            client.request_sample(20_000)
+
+
+def test_slots_that_do_not_fit_are_refused_at_construction_with_both_sizes(run):
+    huge = BatchConfig([TensorSpec("x", (2**34,), "uint8")])
+    with pytest.raises(OSError, match=r"need \d{13,} bytes; /dev/shm has \d+ of \d+ free"):
+        StudentClient(0, 60, huge, **run.client)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"student_rank": -1}, ValueError, "student_rank=-1"),
+        ({"student_rank": True}, TypeError, "student_rank=True"),
+        ({"slot_count": 0}, ValueError, "slot_count=0"),
+        ({"batch_config": 5}, TypeError, "batch_config=5"),
+        ({"deadline_s": 0}, ValueError, r"deadline_s=0"),
+        ({"medium": "disk"}, ValueError, "medium='disk'"),
+        ({"frontend_endpoint": "tcp://127.0.0.1:5"}, ValueError, "insecure=True"),
+        ({"generation_value": 3}, TypeError, "generation_value=3"),
+        ({"on_event": 3}, TypeError, "on_event=3"),
+    ],
+)
+def test_an_argument_that_cannot_be_meant_is_refused_by_name(run, change, error, message):
+    arguments = {"student_rank": 0, "slot_count": 2, "batch_config": CONFIG, **run.client, **change}
+    with pytest.raises(error, match=message):
+        StudentClient(**arguments)
+
+
+# ---- what is left behind
+
+
+def serve_one(run):
+    """Serve another client first: all threads of the broker and the worker run from then on."""
+    run.start_broker()
+    run.start_worker(counting())
+    with StudentClient(0, 2, CONFIG, **run.client) as client:
+        client.request_sample(20_000).release()
+
+
+def test_a_closed_client_leaves_neither_memory_nor_thread(run):
+    serve_one(run)
+    running = set(threading.enumerate())
+    with StudentClient(0, 2, CONFIG, **run.client) as client:
+        client.request_sample(20_000).release()
+        (name,) = run.segments()
+        assert name.startswith(f"mx{client.hello()['run_id']}-{os.getpid():x}-")
+    assert run.segments() == set() and set(threading.enumerate()) <= running
+    with pytest.raises(RuntimeError, match="this client is closed"):
+        client.request_sample()
+
+
+def test_a_client_that_is_dropped_leaves_neither_memory_nor_thread(run):
+    serve_one(run)
+    running = set(threading.enumerate())
+    client = StudentClient(0, 2, CONFIG, **run.client)
+    client.request_sample(20_000).release()
+    gone = weakref.ref(client)
+    del client
+    assert gone() is None
+    assert run.segments() == set() and set(threading.enumerate()) <= running
+
+
+def test_a_client_is_refused_in_a_fork_of_its_process_and_survives_there(run):
+    run.start_broker()
+    run.start_worker(counting())
+    with StudentClient(0, 2, CONFIG, **run.client) as client:
+        client.request_sample(20_000).release()
+        child = os.fork()
+        if child == 0:
+            try:
+                client.request_sample()
+            except RuntimeError as error:
+                os._exit(0 if "make a new one in the child" in str(error) else 2)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        client.request_sample(20_000).release()
+
+
+def test_a_file_of_slots_serves_as_shared_memory_does(run):
+    run.start_broker()
+    run.start_worker(counting())
+    before = run.segments()
+    with StudentClient(0, 2, CONFIG, medium="file", **run.client) as client, client.request_sample(20_000) as ref:
+        assert ref.tensors()["x"].tolist() == [0.0] * 3
+        assert run.segments() == before
+
+
+def test_a_worker_of_another_host_sends_over_the_network():
+    ends = [f"tcp://127.0.0.1:{port}" for port in free_ports(4)]
+    with (
+        Broker(*ends, insecure=True, heartbeat_s=0.05),
+        Worker(counting(), 4096, ends[1], ends[3], insecure=True, host_id="0" * 16),
+        StudentClient(0, 4, CONFIG, ends[0], ends[2], ends[3], insecure=True) as client,
+    ):
+        client.set_model("m")
+        seen = []
+        for _ in range(20):
+            with client.request_sample(20_000) as ref:
+                assert ref.tensors()["x"].tolist() == [float(ref.tensors()["y"])] * 3
+                seen.append(ref.tensors()["y"].item())
+        assert len(set(seen)) == 20
+
+
+def test_a_restarted_broker_is_told_what_is_outstanding(run):
+    go = threading.Event()
+
+    def gated(model_id, model_cfg):
+        go.wait(20)
+        return sample(9)
+
+    broker = run.start_broker()
+    run.start_worker(gated)
+    with StudentClient(0, 2, CONFIG, **run.client) as client:
+        client.set_model("m")
+        assert client.request_sample(timeout_ms=100) is None
+        broker.stop()
+        run.start_broker()
+        go.set()
+        with client.request_sample(20_000) as ref:
+            assert ref.generation == 1 and ref.tensors()["y"].item() == 9
+        assert client.set_model("n") == 2
