@@ -86,7 +86,7 @@ class TensorSpec:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """The NumPy dtype of the same bits: uint16 for bfloat16."""
+        """The NumPy dtype of the same bits; uint16 for bfloat16."""
         return NUMPY_DTYPES[self.dtype]
 
     @property
