@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
-from mixle.data.teacher.generation import Outcome, Target
+from mixle.data.teacher.generation import Demand, Outcome, Target
 from mixle.data.teacher.keys import Keys
 from mixle.data.teacher.layout import SlotLayout
 from mixle.data.teacher.messages import SegmentInfo, WorkPiece
@@ -31,7 +31,7 @@ class Place(Protocol):
     def target(self, piece: WorkPiece) -> Target:
         """Return slots to fill for a piece."""
 
-    def deliver(self, piece: WorkPiece, outcomes: list[Outcome]) -> list[Outcome]:
+    def deliver(self, piece: WorkPiece, outcomes: list[Outcome], demand: Demand) -> list[Outcome]:
         """Bring what was made to the student; return what became of the student's slots."""
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class _Mapped:
             )
         return Target(self._slots, piece.first_slot, piece.count, piece.token, piece.generation)
 
-    def deliver(self, piece: WorkPiece, outcomes: list[Outcome]) -> list[Outcome]:
+    def deliver(self, piece: WorkPiece, outcomes: list[Outcome], demand: Demand) -> list[Outcome]:
         return outcomes
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ import os
 import socket as net
 import struct
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -31,10 +32,10 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mixle.data.teacher.generation import Outcome, Target
+from mixle.data.teacher.generation import Demand, Outcome, Target
 from mixle.data.teacher.keys import Admission, Keys
 from mixle.data.teacher.layout import HEADER_BYTES, SlotLayout
-from mixle.data.teacher.messages import DONE, FAILED, U64, SegmentInfo, WorkPiece
+from mixle.data.teacher.messages import DONE, FAILED, SKIPPED, U64, SegmentInfo, WorkPiece
 from mixle.data.teacher.slots import SlotReassigned, Slots
 from mixle.utils.optional_import import optional_import
 
@@ -46,6 +47,7 @@ MAGIC = b"mixle-n1"
 HEAD = struct.Struct("<8sQQQQI4x")
 RUN_BYTES = 1 << 20  # of one message, unless a slot is larger
 SEND_DEADLINE_S = 5.0
+LOOK_MS = 50  # between looks whether a sample is still wanted
 CURVE_BYTES = 64  # at most, around an encrypted frame
 IN_FLIGHT = 8  # messages on either side of the wire
 JOIN_S = 5.0
@@ -228,7 +230,7 @@ class Sender:
         self._socket.linger = 0
         self._socket.sndhwm = IN_FLIGHT
         self._socket.immediate = 1
-        self._socket.sndtimeo = int(SEND_DEADLINE_S * 1000)
+        self._patience_s = SEND_DEADLINE_S
         self._socket.ipv6 = "[" in info.data_endpoint
         if keys is not None:
             keys.secure_client(self._socket, info.data_key)
@@ -245,19 +247,13 @@ class Sender:
         scratch.slots.prepare(0, piece.count, piece.token, piece.generation)
         return Target(scratch.slots, 0, piece.count, piece.token, piece.generation)
 
-    def deliver(self, piece: WorkPiece, outcomes: list[Outcome]) -> list[Outcome]:
-        """Send what was made; what cannot be sent within the deadline has failed."""
+    def deliver(self, piece: WorkPiece, outcomes: list[Outcome], demand: Demand) -> list[Outcome]:
+        """Send what was made and is still wanted; what cannot be sent within the deadline has failed."""
         scratch = self._used.pop(piece.ticket)
         delivered = []
         for outcome in outcomes:
             if outcome.outcome == DONE:
-                try:
-                    self._send(scratch.payloads, piece, outcome.first, outcome.count)
-                    self._socket.sndtimeo = int(SEND_DEADLINE_S * 1000)
-                except self._zmq.Again:
-                    self._socket.sndtimeo = 0  # one deadline is enough until it takes something again
-                    message = f"the student at {self.info.data_endpoint} took nothing for {SEND_DEADLINE_S:g} s"
-                    outcome = outcome._replace(outcome=FAILED, message=message)
+                outcome = self._send(scratch.payloads, piece, outcome, demand)
             delivered.append(outcome)
         self._free = scratch
         return delivered
@@ -266,14 +262,32 @@ class Sender:
         """Drop the connection; what is under way is lost."""
         self._socket.close(linger=0)
 
-    def _send(self, payloads: NDArray[np.uint8], piece: WorkPiece, first: int, count: int) -> None:
+    def _send(self, payloads: NDArray[np.uint8], piece: WorkPiece, outcome: Outcome, demand: Demand) -> Outcome:
         rows = _run_slots(self._layout)
-        for start in range(first, first + count, rows):
-            size = min(rows, first + count - start)
+        for start in range(outcome.first, outcome.first + outcome.count, rows):
+            size = min(rows, outcome.first + outcome.count - start)
             shift = start - piece.first_slot
             head = HEAD.pack(MAGIC, piece.token + shift & U64, piece.generation, start, size, self._checksum)
             # A copy, since the scratch is filled again while this is under way.
-            self._socket.send_multipart([head, payloads[shift : shift + size].copy()], copy=False)
+            frames = [head, payloads[shift : shift + size].copy()]
+            until = time.monotonic() + self._patience_s
+            while not self._put(frames):
+                if demand.newest > piece.generation:
+                    return outcome._replace(outcome=SKIPPED)
+                if time.monotonic() >= until:
+                    self._patience_s = 0.0  # one deadline is enough until it takes something again
+                    message = f"the student at {self.info.data_endpoint} took nothing for {SEND_DEADLINE_S:g} s"
+                    return outcome._replace(outcome=FAILED, message=message)
+                self._socket.poll(LOOK_MS, self._zmq.POLLOUT)
+            self._patience_s = SEND_DEADLINE_S
+        return outcome
+
+    def _put(self, frames: list[Any]) -> bool:
+        try:
+            self._socket.send_multipart(frames, self._zmq.NOBLOCK, copy=False)
+        except self._zmq.Again:
+            return False
+        return True
 
 
 class _Scratch(NamedTuple):

@@ -424,7 +424,7 @@ class Worker:
             piece = task.piece
             shift = piece.first_slot - target.first
             moved = [outcome._replace(first=outcome.first + shift) for outcome in outcomes] if shift else outcomes
-            rows += [DonePiece(piece.ticket, *outcome) for outcome in place.deliver(piece, moved)]
+            rows += [DonePiece(piece.ticket, *outcome) for outcome in place.deliver(piece, moved, self._demand)]
         if self._demand.newest > model.generation:
             self._tell_of_the_end(rows)
         self._report(peer, rows, time.perf_counter() - began)

@@ -104,7 +104,7 @@ def make(sender: Sender, piece: WorkPiece, *, values: Callable[[], int]) -> list
     target = sender.target(piece)
     (outcomes,) = Generator(generator).fill([target], "", None, Demand())
     shift = piece.first_slot - target.first
-    return sender.deliver(piece, [outcome._replace(first=outcome.first + shift) for outcome in outcomes])
+    return sender.deliver(piece, [outcome._replace(first=outcome.first + shift) for outcome in outcomes], Demand())
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -141,7 +141,7 @@ def test_samples_larger_than_a_message_arrive_one_by_one(context: zmq.Context[An
         target = sender.target(piece)
         generator = Generator(lambda model_id, cfg: bytes([next(numbers)]) * 600_000)
         (outcomes,) = generator.fill([target], "", None, Demand())
-        assert sender.deliver(piece, outcomes) == [Outcome(0, COUNT, DONE, None)]
+        assert sender.deliver(piece, outcomes, Demand()) == [Outcome(0, COUNT, DONE, None)]
         wait_until(lambda: student.is_complete(piece))
         assert student.slots.arrays(0, COUNT)["x"][:, -1].tolist() == [1, 2, 3, 4, 5, 6]
 
@@ -151,7 +151,7 @@ def test_only_what_was_made_is_sent(context: zmq.Context[Any]) -> None:
     with Student() as student, sender_to(student, context) as sender:
         piece = student.piece(0, 3)
         (made,) = Generator(lambda model_id, cfg: next(results)).fill([sender.target(piece)], "", None, Demand())
-        assert [outcome.outcome for outcome in sender.deliver(piece, made)] == [DONE, FAILED, DONE]
+        assert [outcome.outcome for outcome in sender.deliver(piece, made, Demand())] == [DONE, FAILED, DONE]
         wait_until(lambda: student.receiver.arrived == 2)
         assert student.slots.complete(*piece[2:]).tolist() == [True, False, True]
 
@@ -162,8 +162,8 @@ def test_two_pieces_that_are_made_in_one_call_do_not_share_memory(context: zmq.C
         one, other = student.piece(0, 2), student.piece(4, 1)._replace(ticket=b"u" * 16)
         generator = Generator(lambda model_id, cfg, count: [bytes([next(numbers)]) * 21 for _ in range(count)], 8)
         made = generator.fill([sender.target(one), sender.target(other)], "", None, Demand())
-        assert sender.deliver(one, made[0]) == [Outcome(0, 2, DONE, None)]
-        assert sender.deliver(other, [made[1][0]._replace(first=4)]) == [Outcome(4, 1, DONE, None)]
+        assert sender.deliver(one, made[0], Demand()) == [Outcome(0, 2, DONE, None)]
+        assert sender.deliver(other, [made[1][0]._replace(first=4)], Demand()) == [Outcome(4, 1, DONE, None)]
         wait_until(lambda: student.is_complete(one) and student.is_complete(other))
         assert [int(student.slots.array(slot)["y"]) for slot in (0, 1, 4)] == [0, 1, 2]
 
@@ -172,7 +172,7 @@ def test_skipped_slots_are_reported_as_they_are(context: zmq.Context[Any]) -> No
     with Student() as student, sender_to(student, context) as sender:
         piece, outcomes = student.piece(0, 2), [Outcome(0, 2, SKIPPED, None)]
         sender.target(piece)
-        assert sender.deliver(piece, outcomes) == outcomes
+        assert sender.deliver(piece, outcomes, Demand()) == outcomes
 
 
 @pytest.mark.parametrize("again", ["another token", "another generation"])
@@ -296,7 +296,16 @@ def test_what_was_made_for_a_student_that_is_gone_has_failed(
         student.receiver.close()
         results = iter([b"short" if i % 2 else bytes(21) for i in range(COUNT)])
         (made,) = Generator(lambda model_id, cfg: next(results)).fill([sender.target(piece)], "", None, Demand())
-        assert [outcome.outcome for outcome in sender.deliver(piece, made)] == [FAILED] * COUNT
+        assert [outcome.outcome for outcome in sender.deliver(piece, made, Demand())] == [FAILED] * COUNT
+
+
+def test_a_sample_that_cannot_be_sent_is_given_up_once_it_is_not_wanted(context: zmq.Context[Any]) -> None:
+    with Student() as student, sender_to(student, context) as sender:
+        piece, demand = student.piece(0, 1), Demand()
+        student.receiver.close()
+        (made,) = Generator(lambda model_id, cfg: bytes(21)).fill([sender.target(piece)], "", None, Demand())
+        demand.end()
+        assert sender.deliver(piece, made, demand) == [Outcome(0, 1, SKIPPED, None)]
 
 
 def test_the_network_without_keys_is_refused_unless_it_is_asked_for(context: zmq.Context[Any]) -> None:
