@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     import typer
 
 PLAN_COMMAND = "mixle.experimental.tensor_pipeline_context_parallel.command"  # by name: what is experimental may change
+TEACHER_MODULES = ("zmq", "msgpack")
 
 
 def build_app() -> typer.Typer:
@@ -37,7 +39,19 @@ def build_app() -> typer.Typer:
 
     app.command("lm")(lm)
     app.command("plan")(importlib.import_module(PLAN_COMMAND).plan)
+    if all(importlib.util.find_spec(module) for module in TEACHER_MODULES):
+        from mixle.data.teacher.command import teacher
+
+        app.add_typer(teacher, name="teacher")
+    else:
+        app.command("teacher", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(_no_teacher)
     return app
+
+
+def _no_teacher() -> None:
+    """Make samples on demand for students that train (its extra is not installed)."""
+    for module in TEACHER_MODULES:
+        optional_import(module, extra="teacher")
 
 
 def main() -> None:

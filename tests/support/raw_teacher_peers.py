@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -19,9 +19,9 @@ DEADLINE_S = 20.0
 class RawPeer:
     """A DEALER that sends messages and waits, with a deadline, for the one that is expected."""
 
-    def __init__(self, endpoint: str, keys: Any = None) -> None:
+    def __init__(self, endpoint: str, keys: Any = None, kind: int = zmq.DEALER) -> None:
         self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
+        self.socket = self.context.socket(kind)
         self.socket.linger = 200
         if keys is not None:
             keys.secure_client(self.socket)
@@ -211,12 +211,3 @@ def until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come about within {deadline_s} s"
         time.sleep(0.002)
-
-
-def closing(*peers: RawPeer) -> Iterator[RawPeer]:
-    """Close peers at the end of a test."""
-    try:
-        yield from peers
-    finally:
-        for peer in peers:
-            peer.close()

@@ -37,6 +37,7 @@ DRAINED = 128  # messages of one socket before the others have their turn
 SEND_QUEUE = 20_000  # messages that may wait for one peer
 RECEIVE_QUEUE = 1_000
 LINGER_S = 0.3
+_SUBSCRIPTIONS = {b"\1" + topic for topic in (b"", b"MODEL", b"BEAT", b"STOP")}
 JOIN_S = 10.0
 
 
@@ -248,7 +249,7 @@ class _Service:
             for name, kind in (("frontend", "ROUTER"), ("backend", "ROUTER"), ("control", "ROUTER")):
                 socket, bound[name] = self._bind(context, kind, getattr(endpoints, name), keys, stack)
                 self._sockets[name] = socket  # type: ignore[index]
-            self._pub, bound["control_pub"] = self._bind(context, "PUB", endpoints.control_pub, keys, stack)
+            self._pub, bound["control_pub"] = self._bind(context, "XPUB", endpoints.control_pub, keys, stack)
             self.endpoints = Endpoints(**bound)
             now = time.monotonic()
             self._routing = Routing(
@@ -287,7 +288,7 @@ class _Service:
         zmq = self._zmq
         channels: dict[Any, Channel] = {socket: channel for channel, socket in self._sockets.items()}
         poller = zmq.Poller()
-        for source in (*channels, self._woken.fileno(), self._watch.fd):
+        for source in (*channels, self._pub, self._woken.fileno(), self._watch.fd):
             if source is not None:
                 poller.register(source, zmq.POLLIN)
         if self._admission is not None:
@@ -303,6 +304,8 @@ class _Service:
                     if channel is not None:
                         self._drain(channel, source)
                         self._flush()
+                    elif source is self._pub:
+                        self._subscribe()
                     elif source == self._watch.fd:
                         self._bury(ask=False)
                     elif self._admission is not None and source is self._admission.socket:
@@ -326,6 +329,16 @@ class _Service:
             except again:
                 return
             handle(channel, frames[0], frames[1:], time.monotonic())
+
+    def _subscribe(self) -> None:
+        """Accept subscriptions to what is published, and no others: each would take memory."""
+        for _ in range(DRAINED):
+            try:
+                asked = self._pub.recv_multipart(self._zmq.NOBLOCK)
+            except self._zmq.Again:
+                return
+            if asked[0] in _SUBSCRIPTIONS and len(asked) == 1:
+                self._pub.setsockopt(self._zmq.SUBSCRIBE, asked[0][1:])
 
     def _flush(self) -> None:
         """Send what is to be sent, and what comes of what could not be."""
@@ -362,6 +375,8 @@ class _Service:
         socket.backlog = 1_024
         if kind == "ROUTER":
             socket.router_mandatory = 1
+        else:
+            socket.xpub_manual = 1
         if endpoint.startswith("tcp://"):
             socket.ipv6 = endpoint.startswith("tcp://[")
             socket.heartbeat_ivl, socket.heartbeat_timeout = 2_000, 10_000

@@ -539,9 +539,12 @@ class News(Message):
     model: ModelState = checked(_MODEL_ROW)
 
 
-_BY_COMMAND: dict[bytes, type[Message]] = {kind.COMMAND: kind for kind in Message.__subclasses__() if kind is not News}
+_KINDS: tuple[type[Any], ...] = tuple(
+    kind for kind in list(globals().values()) if isinstance(kind, type) and Message in kind.__bases__
+)
+_BY_COMMAND: dict[bytes, type[Message]] = {kind.COMMAND: kind for kind in _KINDS if kind is not News}
 _CHECKS: dict[type[Message], tuple[tuple[str, Check], ...]] = {
-    kind: tuple((one.name, one.metadata["check"]) for one in fields(kind)) for kind in (*_BY_COMMAND.values(), News)
+    kind: tuple((one.name, one.metadata["check"]) for one in fields(kind)) for kind in _KINDS
 }
 _FIELDS = {kind: tuple(name for name, _ in checks) for kind, checks in _CHECKS.items()}
 

@@ -31,7 +31,7 @@ OnEvent = Callable[[str, dict[str, Any]], None]
 
 MAX_PEERS = 4_096  # students, and workers
 NOISE_LIMIT = 50  # answers to garbage and strangers for one connection in one heartbeat
-FORGOTTEN_AFTER = 10  # timeouts of silence on another machine
+FORGOTTEN_AFTER = 10  # timeouts of silence
 
 _ACCEPTED: dict[Channel, frozenset[type[Message]]] = {
     "frontend": frozenset(
@@ -198,7 +198,7 @@ class Routing:
             if asleep > self._heartbeat_s:
                 peer.heard_at += asleep  # it was this process that slept
             silent_s = now - peer.heard_at
-            if silent_s > FORGOTTEN_AFTER * self._timeout_s and peer.identity.host != self._host:
+            if silent_s > FORGOTTEN_AFTER * self._timeout_s and self._may_forget(peer):
                 self._remove(peer, now, died=False, why="was forgotten")
             elif silent_s > self._timeout_s and not peer.silent:
                 self._silence(peer, True)
@@ -433,6 +433,10 @@ class Routing:
             return
         self._hear(peer, now)
         self._answer(channel, connection, messages.Pong(broker_id=self.broker_id, model=self.scheduler.model))
+
+    def _may_forget(self, peer: Peer) -> bool:
+        """Tell whether nothing is lost with a silent peer: if it lives, it registers again and says what it has."""
+        return isinstance(peer.entry, Student) or not peer.entry.tickets or peer.identity.host != self._host
 
     def _hear(self, peer: Peer, now: float) -> None:
         peer.heard_at = now

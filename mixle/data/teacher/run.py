@@ -178,7 +178,8 @@ class Endpoints:
             name: require_endpoint(value, name, directory=directory, keyed=keyed, insecure=insecure)
             for name, value in given.items()
         }
-        if len(set(checked.values())) < len(checked):
+        fixed = [value for value in checked.values() if not value.endswith(":*")]
+        if len(set(fixed)) < len(fixed):
             raise ValueError(f"the four endpoints must differ: {', '.join(f'{k}={v!r}' for k, v in checked.items())}")
         return cls(**checked)
 
@@ -249,9 +250,13 @@ def held_run(endpoints: Endpoints, directory: str | os.PathLike[str] | None = No
         BrokerRunning: another process holds one; names it.
     """
     base = teacher_directory(directory)
+    fixed = [endpoint for endpoint in endpoints if not endpoint.endswith(":*")]
     with ExitStack() as stack:
-        for endpoint in endpoints:
+        for endpoint in fixed:
             stack.enter_context(_held(_lock_path(endpoint, base), endpoint))
+        if len(fixed) < len(tuple(endpoints)):  # nobody can come back to a port that the system chose
+            yield Run(secrets.token_hex(4), secrets.token_bytes(SECRET_BYTES), returning=False)
+            return
         yield _remembered(base / f"run-{_digest(endpoints)}.json")
 
 

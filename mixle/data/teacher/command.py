@@ -1,0 +1,297 @@
+"""The `mixle teacher` subcommands: run a broker or a worker, watch a run, make keys, clean up."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+from mixle.data.teacher.broker import Broker
+from mixle.data.teacher.cleanup import clean as clean_segments
+from mixle.data.teacher.errors import TeacherError
+from mixle.data.teacher.keys import Keys, require_keys
+from mixle.data.teacher.log_setup import setup_logging
+from mixle.data.teacher.run import DIRECTORY_VARIABLE, forget_stopped_runs, require_endpoint
+from mixle.data.teacher.stats import BrokerStats
+from mixle.data.teacher.stats_client import StatsClient
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+teacher = typer.Typer(
+    no_args_is_help=True, help="Samples on demand: a broker between students that train and workers that make samples."
+)
+
+Directory = Annotated[
+    Path | None, typer.Option(help=f"This user's directory of runs. Default: ${DIRECTORY_VARIABLE}, or in ~/.cache.")
+]
+KeyDirectory = Annotated[
+    Path | None, typer.Option("--keys", help="Directory of CURVE keys, as `mixle teacher keys` makes it.")
+]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Allow TCP without keys.")]
+Frontend = Annotated[str | None, typer.Option(help="Where students connect: ipc:///path or tcp://host:port.")]
+Backend = Annotated[str | None, typer.Option(help="Where workers connect.")]
+ControlPub = Annotated[str | None, typer.Option(help="Where switches of the model are published.")]
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Turn errors that a user can mend into one line on stderr and status 2."""
+    try:
+        yield
+    except (TeacherError, ValueError, TypeError, OSError) as error:
+        typer.echo(f"mixle: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@teacher.command()
+def broker(
+    frontend: Frontend = None,
+    backend: Backend = None,
+    control: Annotated[str | None, typer.Option(help="Where the leader switches the model.")] = None,
+    control_pub: ControlPub = None,
+    keys: KeyDirectory = None,
+    insecure: Insecure = False,
+    directory: Directory = None,
+    heartbeat_s: Annotated[float, typer.Option(help="Seconds between heartbeats.")] = 0.5,
+    timeout_s: Annotated[float, typer.Option(help="Seconds of silence before a peer gets nothing more.")] = 5.0,
+    max_tries: Annotated[int, typer.Option(help="How often a generator may fail with a sample.")] = 3,
+    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+) -> None:
+    """Run a broker until Ctrl-C or SIGTERM. Workers and students find the next one on the same endpoints."""
+    with _told():
+        setup_logging(log_level)
+        _raise_descriptor_limit()
+        served = Broker(
+            frontend,
+            backend,
+            control,
+            control_pub,
+            keys=keys,
+            insecure=insecure,
+            directory=directory,
+            heartbeat_s=heartbeat_s,
+            timeout_s=timeout_s,
+            max_tries=max_tries,
+        )
+        served.run()
+
+
+@teacher.command()
+def worker(
+    generator: Annotated[str, typer.Option(help="package.module:function, called with (model_id, model_cfg).")],
+    slot_size: Annotated[int, typer.Option(help="Bytes of the largest sample it makes.")],
+    backend: Backend = None,
+    control_pub: ControlPub = None,
+    worker_id: Annotated[str | None, typer.Option(help="What it is called in the statistics.")] = None,
+    max_batch: Annotated[int | None, typer.Option(help="Call the function with a count of up to this many.")] = None,
+    into_buffer: Annotated[bool, typer.Option("--into-buffer", help="Give the function buffers to fill.")] = False,
+    pattern: Annotated[list[str] | None, typer.Option(help="Serve model ids like this (* and ?); repeat.")] = None,
+    keys: KeyDirectory = None,
+    insecure: Insecure = False,
+    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+) -> None:
+    """Run a worker until Ctrl-C or SIGTERM, which let the sample under way be finished."""
+    from mixle.data.teacher.worker import Worker  # here: no other command needs what it imports
+
+    with _told():
+        setup_logging(log_level)
+        Worker(
+            import_function(generator),
+            slot_size,
+            backend,
+            control_pub,
+            worker_id,
+            max_batch=max_batch,
+            into_buffer=into_buffer,
+            patterns=tuple(pattern or ("*",)),
+            keys=keys,
+            insecure=insecure,
+        ).run()
+
+
+@teacher.command()
+def stats(
+    frontend: Frontend = None,
+    keys: KeyDirectory = None,
+    insecure: Insecure = False,
+    directory: Directory = None,
+    once: Annotated[bool, typer.Option("--once", help="Print the table once and end.")] = False,
+    prometheus: Annotated[bool, typer.Option("--prometheus", help="Print Prometheus's text format once.")] = False,
+    serve: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve Prometheus's text at /metrics, on loopback only.")
+    ] = None,
+    interval: Annotated[float, typer.Option(help="Seconds between refreshes.", min=0.05)] = 1.0,
+    deadline: Annotated[float, typer.Option(help="Seconds to wait for the broker.", min=0.01)] = 5.0,
+) -> None:
+    """Watch a run: queues, workers, rates, latencies, what was dropped and tried again."""
+    with _told():
+        if once + prometheus + (serve is not None) > 1:
+            raise ValueError("give one of --once, --prometheus and --serve")
+        address = None if serve is None else _loopback_address(serve)
+        key = require_keys(keys)
+        endpoint = require_endpoint(frontend, "frontend", directory=directory, keyed=key is not None, insecure=insecure)
+        with StatsClient(endpoint, keys=key) as client:
+            if prometheus:
+                typer.echo(client.ask(deadline).prometheus(), nl=False)
+            elif once:
+                Console().print(table(client.ask(deadline)))
+            elif address is not None:
+                with metrics_server(address, lambda: client.ask(deadline)) as server:
+                    typer.echo(f"http://{address[0]}:{server.server_port}/metrics")
+                    server.serve_forever()
+            else:
+                _watch(client, interval, deadline)
+
+
+@teacher.command("keys")
+def make_keys(directory: Annotated[Path, typer.Argument(help="A directory that has none yet.")]) -> None:
+    """Make the CURVE keys of a run: the broker gets the directory, workers and students only client.json."""
+    with _told():
+        Keys.generate().save(directory)
+        typer.echo(f"wrote client.json and server.json to {directory}; server.json is for the broker alone")
+
+
+@teacher.command()
+def clean(
+    run_id: Annotated[str | None, typer.Option(help="Only what this run left (8 hexadecimal digits).")] = None,
+    directory: Directory = None,
+) -> None:
+    """Remove what dead processes of this user left in shared memory and on disk."""
+    with _told():
+        removed = [str(path) for path in clean_segments(run_id, directory=directory)]
+        if run_id is None:
+            removed += [str(path) for path in forget_stopped_runs(directory)]
+        for path in removed:
+            typer.echo(path)
+        typer.echo(f"removed {len(removed)}", err=True)
+
+
+def import_function(name: str) -> Callable[..., Any]:
+    """Return the function that ``package.module:function`` names; modules in the working directory count.
+
+    Raises:
+        ValueError: it names none.
+    """
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise ValueError(f"--generator={name!r} must be package.module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--generator={name!r}: {error}") from error
+    for part in function_name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise ValueError(f"--generator={name!r} must name a function; {module_name} has no such one")
+    return found
+
+
+def table(figures: BrokerStats) -> Group:
+    """Return the figures as tables."""
+    summary = Table(title=f"run {figures.run_id}, broker process {figures.pid}", show_header=False)
+    for label, value in (
+        ("up", f"{figures.uptime_s:,.0f} s"),
+        ("model", f"{figures.model_id!r}, generation {figures.generation}"),
+        ("leader", figures.leader or "none yet"),
+        ("queued / at workers", f"{figures.queued:,} / {figures.working:,}"),
+        ("completed", f"{figures.completed:,} ({figures.rate:,.1f} per second)"),
+        ("latency p50 / p99", f"{_milliseconds(figures.latency_p50_s)} / {_milliseconds(figures.latency_p99_s)}"),
+        ("failed / retried", f"{figures.failed:,} / {figures.retried:,}"),
+        ("given to another worker", f"{figures.requeued:,}"),
+        ("stale dropped / cancelled / lost", f"{figures.stale_dropped:,} / {figures.cancelled:,} / {figures.lost:,}"),
+        (
+            "garbage / strangers / keys refused",
+            f"{figures.garbage:,} / {figures.strangers:,} / {figures.keys_refused:,}",
+        ),
+    ):
+        summary.add_row(label, value)
+    workers = Table(title=f"workers: {figures.workers_registered}, serving this model: {figures.workers_serving}")
+    for heading in ("worker", "process", "state", "models", "has", "completed", "failed", "per second"):
+        workers.add_column(heading)
+    for row in figures.workers:
+        counts = (f"{row.outstanding:,}", f"{row.completed:,}", f"{row.failed:,}", f"{row.rate:,.1f}")
+        workers.add_row(row.worker, row.process, row.state, row.patterns, *counts)
+    students = Table(title=f"students: {figures.students_registered}")
+    for heading in ("student", "process", "rank", "slots", "queued", "at workers", "completed", "failed", "state"):
+        students.add_column(heading)
+    for one in figures.students:
+        numbers = (one.rank, one.slots, one.queued, one.working, one.completed, one.failed)
+        state = "silent" if one.silent else ""
+        students.add_row(one.student[:8], one.process, *(f"{number:,}" for number in numbers), state)
+    return Group(summary, workers, students)
+
+
+@contextmanager
+def metrics_server(address: tuple[str, int], ask: Callable[[], BrokerStats]) -> Iterator[ThreadingHTTPServer]:
+    """Yield an HTTP server of ``/metrics`` that asks anew for each request; the caller runs it."""
+    one_at_a_time = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path != "/metrics":
+                self.send_error(404)
+                return
+            try:
+                with one_at_a_time:
+                    body = ask().prometheus().encode()
+            except TeacherError as error:
+                self.send_error(503, str(error))
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Keep the terminal clear."""
+
+    server = ThreadingHTTPServer(address, Handler)
+    try:
+        yield server
+    finally:
+        server.server_close()
+
+
+def _loopback_address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if host not in LOOPBACK or not port.isdigit() or int(port) > 65_535:
+        raise ValueError(f"--serve={text!r} must be 127.0.0.1:PORT; others may reach it through a proxy of yours")
+    return "127.0.0.1" if host == "localhost" else host.strip("[]"), int(port)
+
+
+def _watch(client: StatsClient, interval: float, deadline: float) -> None:
+    try:
+        with Live(table(client.ask(deadline)), refresh_per_second=10, screen=False) as live:
+            while True:
+                time.sleep(interval)
+                live.update(table(client.ask(deadline)))
+    except KeyboardInterrupt:
+        return
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:,.2f} ms"
+
+
+def _raise_descriptor_limit() -> None:
+    """Let the broker have as many connections as the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

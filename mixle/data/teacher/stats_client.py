@@ -1,0 +1,60 @@
+"""Ask a broker for its figures, from any process that may connect to its frontend."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from mixle.data.teacher import messages
+from mixle.data.teacher.errors import BrokerUnreachable
+from mixle.data.teacher.keys import Keys
+from mixle.data.teacher.stats import BrokerStats
+from mixle.utils.optional_import import optional_import
+
+
+class StatsClient:
+    """Ask the broker at ``frontend_endpoint``; not for several threads at once."""
+
+    def __init__(self, frontend_endpoint: str, *, keys: Keys | None = None) -> None:
+        self._zmq = optional_import("zmq", extra="teacher")
+        self._endpoint = frontend_endpoint
+        self._context = self._zmq.Context()
+        self._socket = self._context.socket(self._zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.maxmsgsize = messages.MAX_MESSAGE_BYTES
+        if keys is not None:
+            keys.secure_client(self._socket)
+        self._socket.connect(frontend_endpoint)
+
+    def ask(self, deadline_s: float = 5.0) -> BrokerStats:
+        """Return the figures of now.
+
+        Raises:
+            BrokerUnreachable: none came within ``deadline_s``.
+        """
+        deadline = time.monotonic() + deadline_s
+        while self._socket.poll(0):  # what came too late the last time
+            self._socket.recv_multipart()
+        self._socket.send_multipart(messages.frames(messages.Stats()), self._zmq.NOBLOCK)
+        while (left := deadline - time.monotonic()) > 0:
+            if self._socket.poll(left * 1000):
+                match messages.parse(*self._socket.recv_multipart()):
+                    case messages.StatsReply() as reply:
+                        return BrokerStats.unpack(reply.stats)
+        raise BrokerUnreachable(
+            f"no broker answered at {self._endpoint} within {deadline_s:g} s; is it running, and are the keys its own?"
+        )
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+        self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

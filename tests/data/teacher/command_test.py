@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from raw_teacher_peers import RawStudent, RawWorker
+from typer.testing import CliRunner
+
+from mixle.cli import build_app
+from mixle.data.teacher import messages
+from mixle.data.teacher.broker import Broker
+from mixle.data.teacher.command import import_function, metrics_server
+from mixle.data.teacher.errors import BrokerUnreachable
+from mixle.data.teacher.keys import Keys
+from mixle.data.teacher.stats_client import StatsClient
+
+ROOT = Path(__file__).parents[3]
+WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
+
+
+def mixle(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(build_app(), ["teacher", *map(str, arguments)], env=WIDE)
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def directory(tmp_path):
+    path = tmp_path / "t"
+    path.mkdir(mode=0o700)
+    return path
+
+
+@pytest.fixture
+def busy(directory):
+    """A broker with a student and a worker that has made one sample and has another."""
+    with (
+        Broker(directory=directory) as broker,
+        RawStudent(broker.endpoints.frontend) as student,
+        RawWorker(broker.endpoints.backend, worker_id='the "fast" one', prefetch=1) as worker,
+    ):
+        student.order(0)
+        worker.report(worker.work().pieces)
+        student.expect(messages.Complete)
+        student.order(0, 3)
+        worker.work()
+        yield broker
+
+
+def test_the_table_shows_workers_students_and_counts(busy, directory):
+    status, text = mixle("stats", "--once", "--directory", directory)
+    assert status == 0
+    assert re.search(r"queued / at workers +\S +1 / 2", text)
+    assert re.search(r"the \"fast\" one +\S +\S+/\d+ +\S +busy +\S +\* +\S +2 +\S +1 +\S +0", text)
+    assert re.search(r"students: 1", text)
+
+
+def test_the_same_figures_are_printed_for_prometheus(busy, directory):
+    status, text = mixle("stats", "--prometheus", "--directory", directory)
+    assert status == 0
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    labels = f'{{run_id="{busy.stats.run_id}"}}'
+    assert float(values[f"mixle_teacher_queued{labels}"]) == 1
+    assert float(values[f"mixle_teacher_completed_total{labels}"]) == 1
+    assert any('worker="the \\"fast\\" one"' in name for name in values)
+
+
+def test_the_figures_are_served_over_http_on_request(busy):
+    with StatsClient(busy.endpoints.frontend) as client, metrics_server(("127.0.0.1", 0), client.ask) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            with urllib.request.urlopen(f"{url}/metrics", timeout=20) as answer:
+                assert b"mixle_teacher_completed_total" in answer.read()
+            with pytest.raises(urllib.error.HTTPError) as missing:
+                urllib.request.urlopen(f"{url}/other", timeout=20)
+            missing.value.close()
+            assert missing.value.code == 404
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_without_a_broker_the_endpoint_is_named_by_the_deadline(directory):
+    status, text = mixle("stats", "--once", "--directory", directory, "--deadline", "0.1")
+    assert status == 2
+    assert "no broker answered" in text and "frontend.sock" in text and "Traceback" not in text
+    with StatsClient(f"ipc://{directory}/frontend.sock") as client, pytest.raises(BrokerUnreachable):
+        client.ask(0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("stats", "--serve", "0.0.0.0:9000"), "must be 127.0.0.1:PORT"),
+        (("stats", "--once", "--prometheus"), "give one of"),
+        (("stats", "--once", "--frontend", "tcp://127.0.0.1:1"), "needs keys"),
+        (("broker", "--frontend", "udp://x"), "must be ipc:///absolute/path or tcp://host:port"),
+        (("broker", "--keys", "/nowhere"), "No such file"),
+        (("worker", "--generator", "nowhere", "--slot-size", "4"), "must be package.module:function"),
+        (("worker", "--generator", "no.such.module:f", "--slot-size", "4"), "No module named 'no'"),
+        (("worker", "--generator", "os:nothing", "--slot-size", "4"), "must name a function"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(directory, arguments, message):
+    status, text = mixle(*arguments, *(("--directory", directory) if arguments[0] != "worker" else ()))
+    assert status == 2
+    assert message in text and "Traceback" not in text
+
+
+def test_keys_are_made_once_and_readable_by_their_owner_only(tmp_path):
+    status, text = mixle("keys", tmp_path / "keys")
+    assert status == 0 and "server.json is for the broker alone" in text
+    assert Keys.load(tmp_path / "keys").server_secret is not None
+    status, text = mixle("keys", tmp_path / "keys")
+    assert status == 2 and "exists" in text
+
+
+def test_clean_removes_what_stopped_brokers_and_dead_students_left(directory, tmp_path):
+    with Broker(directory=directory):
+        assert mixle("clean", "--directory", directory)[0] == 0
+        assert len(list(directory.glob("run-*.json"))) == 1
+    status, text = mixle("clean", "--directory", directory)
+    assert status == 0 and "run-" in text
+    assert not list(directory.glob("run-*.json"))
+
+
+def test_a_function_is_found_in_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "my_teacher.py").write_text(
+        "class Teacher:\n    @staticmethod\n    def make(model_id, cfg):\n        return b''\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert import_function("my_teacher:Teacher.make")("", None) == b""
+
+
+def test_the_broker_runs_from_the_command_line_until_sigterm(directory):
+    command = [sys.executable, "-m", "mixle", "teacher", "broker", "--directory", str(directory)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        with StatsClient(f"ipc://{directory}/frontend.sock") as client:
+            assert client.ask(60.0).pid == process.pid
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0 and "Traceback" not in out
