@@ -22,8 +22,9 @@ Kind = Literal[
     "foreign",
     "store",
     "unflushed",
+    "stopped",
 ]
-_WARNINGS = frozenset(("rejected", "clipped", "takeover", "corrupt", "foreign", "store", "unflushed"))
+_WARNINGS = frozenset(("rejected", "clipped", "takeover", "corrupt", "foreign", "store", "unflushed", "stopped"))
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ class Event:
     Attributes:
         kind: ``joined``, ``left``; ``published`` a snapshot; ``committed`` a round; ``applied`` one; ``rejected`` a
             snapshot; ``clipped`` a delta; ``takeover`` of a claim; ``corrupt`` payload, passed over; ``foreign`` object
-            under the prefix, passed over; ``store`` trouble, to be tried again; ``unflushed`` work that is lost.
+            under the prefix, passed over; ``store`` trouble, to be tried again; ``unflushed`` work that is lost;
+            ``stopped`` before it was closed.
         node: whose event it is.
         round: the round it is about, None if about none.
         detail: what else is known, by name.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mixle.diloco import compression, names
@@ -68,7 +68,7 @@ class Exchange:
 
     # ---- the run
 
-    def open_run(self, algorithm: DiLoCo, base: Sequence[Arrays]) -> RunRecord:
+    def open_run(self, algorithm: DiLoCo, base: Sequence[Arrays], *, embeddings: Iterable[str] = ()) -> RunRecord:
         """Return the record of the run in the mailbox; without one, make it, with ``base`` as first version.
 
         Raises:
@@ -84,6 +84,7 @@ class Exchange:
                 tuple((spec.name, spec.dtype, spec.shape) for spec in self._schema.parameters),
                 tuple(schema.names for schema in self._schemas),
                 refs,
+                tuple(sorted(embeddings)),
             )
             if self._mailbox.put_if_absent(names.RUN, record.to_bytes()):
                 return record

@@ -164,6 +164,11 @@ class Learner:
         self.move()
 
     @property
+    def published(self) -> int:
+        """The last round that a fragment was copied for; before the first, the newest commit that was joined at."""
+        return self._published
+
+    @property
     def is_waiting_for_commits(self) -> bool:
         """Whether snapshots are out whose rounds have not landed."""
         return bool(self._open)

@@ -282,15 +282,18 @@ class Lease:
                 f"its lease for lease_timeout={self.lease_timeout:g} s (was it stopped, or cut off?)"
             )
 
-    def release(self) -> None:
+    def release(self, info: bytes = b"") -> None:
         """Give the id up, so that others neither wait for this process nor for its lease to run out.
+
+        Args:
+            info: what this node has to say of itself at the last; :func:`read_info` reads it.
 
         Raises:
             MailboxError: the store did not answer; the lease runs out by itself.
         """
         epoch, self._epoch = self.epoch, None
         released = f"{self._folder}{epoch:08d}-released"
-        self._mailbox.put_if_absent(released, self._nonce)
+        self._mailbox.put_if_absent(released, self._nonce + b"\n" + info)
         self._mailbox.delete(key for key in self._mailbox.list(self._folder) if key < released)
 
     def __enter__(self) -> Lease:
@@ -373,10 +376,8 @@ class LeaseKeeper:
 
 
 def read_info(mailbox: Mailbox, learner_id: str, *, limit: int = 1 << 16) -> bytes | None:
-    """Return what a node last said of itself in :meth:`Lease.renew`, None if nothing is there to read."""
+    """Return what a node last said of itself in renewing or releasing its lease, None if nothing is there to read."""
     require_id(learner_id, "learner_id")
-    keys = [
-        key for key in mailbox.list(f"{LEASES}{learner_id}/") if _KEY.fullmatch(key) and not key.endswith("released")
-    ]
+    keys = [key for key in mailbox.list(f"{LEASES}{learner_id}/") if _KEY.fullmatch(key)]
     data = mailbox.get(keys[-1], limit=limit) if keys else None
     return None if data is None else data.partition(b"\n")[2]

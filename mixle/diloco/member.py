@@ -10,12 +10,15 @@ from mixle.diloco.alignment import Overwrite
 from mixle.diloco.clock import Clock
 from mixle.diloco.compression import Codec
 from mixle.diloco.exchange import Exchange, Report
+from mixle.diloco.existing_run import read_run_record, schema_of
 from mixle.diloco.learner import Learner
 from mixle.diloco.lease import Lease, LeaseKeeper, Liveness
 from mixle.diloco.mailbox import Mailbox
 from mixle.diloco.node import Node
+from mixle.diloco.node_info import NodeInfo
 from mixle.diloco.parameters import Parameters
 from mixle.diloco.peers import Peers, Role
+from mixle.diloco.records import RunRecord
 from mixle.diloco.versions import Versions
 from mixle.diloco.wire import Wire
 
@@ -29,6 +32,8 @@ class Member:
     Attributes:
         lease: held.
         learner: the training half; None for a syncer.
+        peers: who takes part.
+        run: the run.
     """
 
     lease: Lease
@@ -36,10 +41,12 @@ class Member:
     keeper: LeaseKeeper
     learner: Learner | None
     node: Node
+    peers: Peers
+    run: RunRecord
 
 
 def join(
-    parameters: Parameters,
+    parameters: Parameters | None,
     algorithm: DiLoCo,
     *,
     mailbox: Mailbox,
@@ -51,11 +58,14 @@ def join(
     clock: Clock,
     report: Report,
     keep: Callable[[LeaseKeeper], None],
+    training_clock: Clock | None = None,
 ) -> Member:
     """Join the run in ``mailbox``, or make it with these parameters; a syncer's are left alone.
 
     Args:
+        parameters: of the model; a syncer needs none, once there is a run.
         keep: called once the id is held, to have the lease renewed from then on: reading a model takes a while.
+        training_clock: what the learner waits by, ``clock`` if None.
 
     Raises:
         TypeError, ValueError: an argument that is not what it should be.
@@ -64,7 +74,7 @@ def join(
         MailboxError: the store does not answer.
         CorruptPayload: a fragment has no version that can be read.
     """
-    schema = parameters.schema
+    schema = schema_of(read_run_record(mailbox)) if parameters is None else parameters.schema
     sizes = {spec.name: schema.nbytes(spec.name) for spec in schema.parameters}
     fragments = algorithm.partition.split(sizes, algorithm.fragments)
     exchange = Exchange(mailbox, schema, fragments, codec=codec, report=report)
@@ -72,16 +82,18 @@ def join(
     peers = Peers(mailbox, liveness)
     lease = Lease(mailbox, name, lease_every=lease_every, lease_timeout=lease_timeout, clock=clock)
     keeper = LeaseKeeper(lease, liveness, clock=clock)
-    keeper.info = role.encode()
+    keeper.info = NodeInfo(role).to_bytes()
     lease.acquire()
     try:
         keeper.tick()
         keep(keeper)
-        run = exchange.open_run(algorithm, [parameters.read(names) for names in fragments])
+        base = [] if parameters is None else [parameters.read(names) for names in fragments]
+        embeddings = () if parameters is None else parameters.embeddings
+        run = exchange.open_run(algorithm, base, embeddings=embeddings)
         versions = Versions(exchange, run, Wire.of(algorithm), report)
         newest, held = versions.load_all()
         learner = None
-        if role != "syncer":
+        if parameters is not None and role != "syncer":
             for version in held:
                 parameters.align(version.theta, version.theta, Overwrite())
             learner = Learner(
@@ -91,7 +103,7 @@ def join(
                 anchors=[version.theta for version in held],
                 versions=[version.round for version in held],
                 seen=newest,
-                clock=clock,
+                clock=clock if training_clock is None else training_clock,
             )
         node = Node(
             name,
@@ -101,7 +113,7 @@ def join(
             newest=newest,
             learner=learner,
             closes=_closes(role, peers),
-            embeddings=parameters.embeddings,
+            embeddings=frozenset(run.embeddings),
             peers=peers,
             clock=clock,
             report=report,
@@ -110,7 +122,7 @@ def join(
         keeper.stop()
         lease.release()
         raise
-    return Member(lease, liveness, keeper, learner, node)
+    return Member(lease, liveness, keeper, learner, node, peers, run)
 
 
 def _closes(role: Role, peers: Peers) -> Callable[[], bool]:

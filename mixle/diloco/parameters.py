@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +11,20 @@ from numpy.typing import NDArray
 from mixle.diloco.alignment import Blend, Carry, Overwrite, align
 from mixle.diloco.serialization import DType, ParameterSpec, Schema
 
-__all__ = ["Arrays", "NumpyParameters", "Parameters"]
+__all__ = ["Arrays", "NumpyParameters", "Parameters", "Ranks", "SiteParameters"]
 
 Arrays = dict[str, NDArray[np.float32]]
+
+
+class Ranks(Protocol):
+    """This rank's place among those that train one model (:class:`mixle.diloco.torch_ranks.TorchRanks`)."""
+
+    rank: int
+    world: int
+
+    def broadcast(self, array: NDArray[Any]) -> None:
+        """Overwrite a contiguous array with rank 0's."""
+        ...
 
 
 class Parameters(Protocol):
@@ -36,12 +47,29 @@ class Parameters(Protocol):
         ...
 
 
+class SiteParameters(Parameters, Protocol):
+    """Parameters that every rank of a site has, the same on all, or a shard of; made with the site's ranks.
+
+    ``align`` is called on rank 0, and brings the other ranks' parameters to its own, while they call :meth:`follow`.
+
+    Attributes:
+        is_sharded: ``read`` is a collective call.
+    """
+
+    is_sharded: bool
+
+    def follow(self, names: Iterable[str]) -> None:
+        """Take the part of the other ranks in rank 0's ``align`` of these names, in this order."""
+        ...
+
+
 class NumpyParameters:
     """Arrays that their owner trains in place: float32 or float16, writable.
 
     Args:
         arrays: by name; kept, not copied.
         embeddings: names of those of which a step moves few rows.
+        ranks: those of the site, each with the same arrays.
 
     Raises:
         TypeError: an array is of another dtype; names it.
@@ -50,7 +78,16 @@ class NumpyParameters:
 
     _DTYPES: Mapping[str, DType] = {"float32": "F32", "float16": "F16"}
 
-    def __init__(self, arrays: Mapping[str, NDArray[np.floating]], *, embeddings: Iterable[str] = ()) -> None:
+    is_sharded = False
+
+    def __init__(
+        self,
+        arrays: Mapping[str, NDArray[np.floating]],
+        *,
+        embeddings: Iterable[str] = (),
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._ranks = ranks
         specs = []
         for name, array in sorted(arrays.items()):
             dtype = self._DTYPES.get(str(array.dtype))
@@ -71,6 +108,14 @@ class NumpyParameters:
         return {name: np.array(self._arrays[name], dtype=np.float32, order="C") for name in names}
 
     def align(self, committed: Arrays, reference: Arrays, how: Carry | Overwrite | Blend) -> None:
-        """Bring the arrays that ``committed`` names to it, in place."""
+        """Bring the arrays that ``committed`` names to it, in place, and the other ranks' to these."""
         for name, target in committed.items():
             align(self._arrays[name], target, reference[name], how)
+            if self._ranks is not None:
+                self._ranks.broadcast(self._arrays[name])
+
+    def follow(self, names: Iterable[str]) -> None:
+        """Take the part of the other ranks in rank 0's :meth:`align` of these names."""
+        assert self._ranks is not None
+        for name in names:
+            self._ranks.broadcast(self._arrays[name])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 from mixle.diloco.lease import Liveness, read_info
 from mixle.diloco.mailbox import Mailbox
+from mixle.diloco.node_info import NodeInfo, Role
 
 __all__ = ["Peers", "Role"]
-
-Role = Literal["both", "learner", "syncer", "either"]
 
 
 class Peers:
@@ -42,8 +39,8 @@ class Peers:
     def _role(self, node: str) -> Role | None:
         key = (node, self._liveness.epoch(node))
         if key not in self._roles:
-            said = (read_info(self._mailbox, node) or b"").decode(errors="replace")
-            if said not in get_args(Role):
+            said = NodeInfo.parse(read_info(self._mailbox, node)).role
+            if said is None:
                 return None
-            self._roles[key] = said  # type: ignore[assignment]
+            self._roles[key] = said
         return self._roles[key]

@@ -99,16 +99,18 @@ class RunRecord(_Record):
         parameters: name, dtype and shape of each, sorted by name.
         fragments: the names in each fragment.
         base: where the first node put each fragment's parameters.
+        embeddings: parameters of which a step moves few rows; every closer merges the same ones by the mean.
     """
 
     algorithm: dict[str, Any]
     parameters: tuple[tuple[str, str, tuple[int, ...]], ...]
     fragments: tuple[tuple[str, ...], ...]
     base: tuple[PayloadRef, ...]
+    embeddings: tuple[str, ...]
 
     @classmethod
     def _parse(cls, value: dict[str, Any]) -> RunRecord:
-        fields = _Fields(value, "run", ("algorithm", "parameters", "fragments", "base"))
+        fields = _Fields(value, "run", ("algorithm", "parameters", "fragments", "base", "embeddings"))
         algorithm = fields.value["algorithm"]
         if not isinstance(algorithm, dict):
             raise MalformedRecord("algorithm is not an object")
@@ -118,7 +120,10 @@ class RunRecord(_Record):
         named = sorted(name for fragment in fragments for name in fragment)
         if not fragments or len(base) != len(fragments) or named != [name for name, _, _ in parameters]:
             raise MalformedRecord("fragments are not a partition of the parameters, with a base each")
-        return cls(algorithm, parameters, fragments, base)
+        embeddings = tuple(_Fields.list_of(fields.value["embeddings"], str, "embeddings"))
+        if not set(embeddings) <= set(named):
+            raise MalformedRecord("embeddings are not among the parameters")
+        return cls(algorithm, parameters, fragments, base, embeddings)
 
 
 @dataclass(frozen=True)

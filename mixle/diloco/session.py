@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
+import logging
 import os
 import secrets
-import signal
 import socket
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from mixle.diloco.adapters import parameters_of
+from mixle.diloco.account import Account
+from mixle.diloco.adapters import Backend, parameters_of, site_parameters_of
 from mixle.diloco.algorithm import DiLoCo
 from mixle.diloco.alignment import Overwrite
 from mixle.diloco.batch import batch_sizes
@@ -22,20 +24,27 @@ from mixle.diloco.events import Callback, Event, Kind, log_events
 from mixle.diloco.exchange import read_run
 from mixle.diloco.learner import Learner
 from mixle.diloco.lease import LeaseKeeper
-from mixle.diloco.mailbox import Mailbox, MailboxError, TransientMailboxError, require_id
-from mixle.diloco.member import join
+from mixle.diloco.mailbox import Mailbox, require_id
+from mixle.diloco.member import Member, join
+from mixle.diloco.node_info import NodeInfo, Role
+from mixle.diloco.node_thread import NodeThread
 from mixle.diloco.object_store import open_mailbox
-from mixle.diloco.parameters import Parameters
-from mixle.diloco.peers import Role
+from mixle.diloco.parameters import Parameters, Ranks
+from mixle.diloco.ranks import PatientClock, Site
+from mixle.diloco.state_folder import Kept, Resumed, StateFolder
+from mixle.diloco.state_tree import frozen
+from mixle.diloco.termination import release_sigterm, take_sigterm
 from mixle.diloco.versions import Versions
+from mixle.diloco.weights import Tally
 from mixle.diloco.wire import Wire
-from mixle.utils.exact import require_choice, require_finite_float
+from mixle.utils.exact import require_choice, require_finite_float, require_positive_int
 
 __all__ = ["Session", "align"]
 
+logger = logging.getLogger(__name__)
+
 FLUSH_S = 60.0
 HASTY_FLUSH_S = 5.0
-STOP_S = 30.0
 B = TypeVar("B")
 
 
@@ -44,28 +53,48 @@ class Session:
 
     Constructing it joins: the run is made if the mailbox has none, and the model moves to the newest commit. Then call
     :meth:`step` after every optimizer step, or let :meth:`run` do it, and :meth:`close` at the end; or use it as a
-    context manager.
+    context manager. A session that is not closed is closed when Python exits, on SIGTERM too where nobody else handles
+    it and the session is made on the main thread; of one that is killed, the others know after ``lease_timeout``.
 
     Args:
         model: a torch module, a mapping of names to numpy arrays, or a
-            :class:`~mixle.diloco.parameters.Parameters`; moved in place.
+            :class:`~mixle.diloco.parameters.Parameters`; moved in place. A syncer needs none: None takes the
+            parameters from the run, which must be there.
         algorithm: of the run; the same at every site.
         mailbox: a URL (:func:`~mixle.diloco.object_store.open_mailbox`) or a mailbox.
-        learner_id: this site's id, unique among the living; drawn if None.
+        learner_id: this site's id, unique among the living; if None, that in ``state_dir``, or else drawn.
         poll_interval: seconds between looks at the mailbox.
+        backend: which of the above the model is: ``"torch"``, ``"numpy"``, or a callable that returns its
+            ``Parameters``; None finds out.
         compression: of what this site writes: ``"off"`` or ``"zstd"``.
         lease_every, lease_timeout: seconds between signs of life, and without one until a site counts as gone.
-        callbacks: called with each :class:`~mixle.diloco.events.Event`, on the session's thread.
+        callbacks: called with each :class:`~mixle.diloco.events.Event`, on the thread where it happens, which is mostly
+            the session's own; one that raises is logged and called again at the next event.
         role: ``"both"`` trains and closes rounds, ``"learner"`` only trains, ``"syncer"`` only closes them, and
             ``"either"`` trains and closes them while no syncer lives.
+        ranks: the ranks of this site that train one model together, e.g.
+            :class:`~mixle.diloco.torch_ranks.TorchRanks`. Each makes a session and makes the same calls with the same
+            arguments; rank 0 speaks for the site: its id, its samples and its state of the run are the site's.
+        state_dir: a folder on a disk of this node. At every snapshot that is published, what ``state`` returns is
+            saved there, and :attr:`resumed` gives it to the process that goes on after this one, killed or not.
+        state: returns what a site must remember beside the parameters: the inner optimizer's state, the place in its
+            data. Dicts, lists, tuples, arrays, tensors and plain values.
         clock: this process's time.
 
+    Attributes:
+        algorithm, role: as given.
+        learner_id: this site's id; on ranks other than 0, None unless it was given.
+        resumed: what ``state_dir`` held; None if nothing.
+
     Raises:
-        TypeError, ValueError: an argument that is not what it says above; a model without trainable parameters.
+        TypeError, ValueError: an argument that is not what it says above; a model without trainable parameters; a
+            ``state_dir`` of another run.
         AlgorithmMismatch, SchemaMismatch: the run in the mailbox is another.
         IdInUse: a living process has the id.
+        BlockingIOError: a living process has the ``state_dir``.
         ImportError: the codec or the store needs a package that is not installed.
         MailboxError: the store does not answer.
+        SiteError: on ranks other than 0, that rank 0 failed.
     """
 
     def __init__(
@@ -76,45 +105,103 @@ class Session:
         mailbox: str | Mailbox,
         learner_id: str | None = None,
         poll_interval: float = 1.0,
+        backend: Backend | None = None,
         compression: Compression = "off",
         lease_every: float = 1.0,
         lease_timeout: float = 4.0,
         callbacks: Sequence[Callback] = (log_events,),
         role: Role = "both",
+        ranks: Ranks | None = None,
+        state_dir: str | os.PathLike[str] | None = None,
+        state: Callable[[], Any] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         if not isinstance(algorithm, DiLoCo):
             raise TypeError(f"algorithm={algorithm!r} must be a DiLoCo")
         self.algorithm = algorithm
-        self.learner_id = _fresh_id() if learner_id is None else require_id(learner_id, "learner_id")
-        self._poll = require_finite_float(poll_interval, "poll_interval", exclusive_minimum=0.0)
         self.role: Role = require_choice(role, "role", ("both", "learner", "syncer", "either"))
+        self.learner_id = None if learner_id is None else require_id(learner_id, "learner_id")
+        self._poll = require_finite_float(poll_interval, "poll_interval", exclusive_minimum=0.0)
+        self._callbacks, self._state = _require_callables(callbacks), state
+        self._clock = clock
         codec = Codec(compression)
-        self._callbacks, self._clock = tuple(callbacks), clock
-        self._parameters: Parameters = parameters_of(model)
-        store = open_mailbox(mailbox, clock=clock) if isinstance(mailbox, str) else mailbox
+        _refuse_contradictions(model, role=self.role, ranks=ranks, state_dir=state_dir, state=state)
+        self._rank = 0 if ranks is None else ranks.rank
+        self._site: Site | None = None
+        parameters: Parameters | None
+        if ranks is not None and ranks.world > 1:
+            self._site = Site(site_parameters_of(model, backend, ranks), ranks)
+            parameters = self._site
+        else:
+            parameters = None if model is None else parameters_of(model, backend)
+        self._member: Member | None = None
+        self._learner: Learner | None = None
+        self._closed, self._flushed = False, True
+        self._rounds_seen, self._batch_size = 0, algorithm.global_batch_size
+        self._account = Account(algorithm.fragments)
+        self._pending: deque[tuple[int, Kept]] = deque()
+        self._folder = None if state_dir is None else StateFolder(state_dir, rank=self._rank)
+        self.resumed: Resumed | None = None
+
+        def begin() -> None:
+            self._begin(parameters, mailbox, codec, lease_every=lease_every, lease_timeout=lease_timeout)
+
+        try:
+            self._together(begin, lambda: (-1 if self.resumed is None else self.resumed.steps,), self._resume_at)
+        except BaseException:
+            if self._folder is not None:
+                self._folder.close()
+            raise
+        self._pid = os.getpid()
+        self._handles_sigterm = take_sigterm()
+        atexit.register(self._close_at_exit)
+
+    def _begin(
+        self,
+        parameters: Parameters | None,
+        mailbox: str | Mailbox,
+        codec: Codec,
+        *,
+        lease_every: float,
+        lease_timeout: float,
+    ) -> None:
+        """Join the run, on rank 0."""
+        kept = None if self._folder is None else self._folder.newest()
+        if self.learner_id is None:
+            self.learner_id = _fresh_id() if kept is None else kept.learner_id
+        store = open_mailbox(mailbox, clock=self._clock) if isinstance(mailbox, str) else mailbox
         member = join(
-            self._parameters,
-            algorithm,
+            parameters,
+            self.algorithm,
             mailbox=store,
             name=self.learner_id,
             role=self.role,
             codec=codec,
             lease_every=lease_every,
             lease_timeout=lease_timeout,
-            clock=clock,
+            clock=self._clock,
             report=self._report,
             keep=LeaseKeeper.start,
+            training_clock=None if self._site is None else PatientClock(self._clock, self._site),
         )
-        self._lease, self._liveness, self._keeper = member.lease, member.liveness, member.keeper
-        self._learner, self._node = member.learner, member.node
-        self._wake = threading.Event() if self._learner is None else self._learner.wake_node
-        self._stopping, self._closed = threading.Event(), False
-        self._thread = threading.Thread(target=self._work, name=f"diloco {self.learner_id}", daemon=True)
-        self._thread.start()
-        self._previous_handler = _raise_on_sigterm()
-        atexit.register(self._close_at_exit)
-        self._report("joined", self._node.newest, {"role": role, "parameters": len(self._parameters.schema.parameters)})
+        try:
+            self._run_digest = hashlib.sha256(member.run.to_bytes()).hexdigest()
+            if kept is not None:
+                self._resume(member, kept)
+        except BaseException:
+            member.keeper.stop()
+            member.lease.release()
+            raise
+        self._member, self._learner = member, member.learner
+        self._note()
+        self._report("joined", member.node.newest, {"role": self.role, "parameters": len(member.run.parameters)})
+        self._thread = NodeThread(
+            member,
+            poll_interval=self._poll,
+            clock=self._clock,
+            report=self._report,
+            after_tick=self._after_tick,
+        )
 
     # ---- training
 
@@ -122,14 +209,30 @@ class Session:
         """Count one optimizer step on ``samples`` samples, after it was taken; moves the model when a commit is there.
 
         Does no I/O. The steps on which a fragment is due copy it, those on which a commit has landed move it; with
-        ``overlap_steps`` it waits where the algorithm says so.
+        ``overlap_steps`` it waits where the algorithm says so. With ``ranks`` it is one small broadcast, and
+        ``samples`` are those of the whole site.
 
         Raises:
             TypeError, ValueError: ``samples`` is not a positive exact integer.
             RuntimeError: the session is closed, or only closes rounds.
             MailboxError, IdInUse: why the session stopped.
+            SiteError: on ranks other than 0, that rank 0 failed.
         """
-        self._training().step(samples)
+        if self._closed:
+            raise RuntimeError("the session is closed; make another to go on")
+        if self.role == "syncer":
+            raise RuntimeError('role="syncer" closes rounds and does not train; use role="both"')
+        if self._site is None:
+            self._step(samples)
+            return
+        if self._rank:
+            # Checked only after the ranks have met, since one that stays away would leave the others waiting.
+            self._heed(self._site.follow())
+            require_positive_int(samples, "samples")
+        else:
+            before = -1 if self._learner is None else self._learner.published
+            with self._site.speaking(lambda: self._told(before)):
+                self._step(samples)
 
     def run(
         self, train_step: Callable[[B], Any], batches: Iterable[B], *, samples: Callable[[B], int] | None = None
@@ -145,20 +248,37 @@ class Session:
             train_step(batch)
             self.step(count(batch))
 
+    def serve(self) -> None:
+        """Close rounds until the process is interrupted, then close the session; for ``role="syncer"``.
+
+        Raises:
+            RuntimeError: the session is closed, or trains.
+            MailboxError, IdInUse: why the session stopped.
+        """
+        if self._closed or self.role != "syncer":
+            raise RuntimeError('serve() is for an open session with role="syncer"; others call step()')
+        try:
+            while not self._thread.join(self._poll):
+                pass
+        finally:
+            self.close()
+        if self._thread.error is not None:
+            raise self._thread.error
+
     @property
     def rounds_seen(self) -> int:
         """How many rounds are committed that this session's model is at."""
-        return (self._node.newest if self._learner is None else self._learner.seen) + 1
+        if self._learner is not None:
+            return self._learner.seen + 1
+        return self._rounds_seen if self._member is None else self._member.node.newest + 1
 
     @property
     def batch_size(self) -> int | None:
-        """Samples per step for this site, by its speed among the living; None without ``global_batch_size``."""
-        total = self.algorithm.global_batch_size
-        if total is None:
-            return None
-        speeds = dict.fromkeys(self._liveness.alive | {self.learner_id}) | self._node.speeds
-        living = self._liveness.alive | {self.learner_id}
-        return batch_sizes(total, {node: speeds[node] for node in living})[self.learner_id]
+        """Samples per step for this site, by its speed among the living learners; it changes as they come and go.
+
+        None without ``global_batch_size``.
+        """
+        return self._batch_size
 
     # ---- the end
 
@@ -173,15 +293,18 @@ class Session:
             are lost.
         """
         if self._closed:
-            return True
-        self._closed = True
-        flushed = True
+            return self._flushed
+        limit = require_finite_float(flush_s, "flush_s", minimum=0.0)
+        self._closed, self._flushed = True, False
         try:
-            if self._learner is not None:
-                flushed = self._flush(self._learner, flush_s if self.algorithm.flush_on_close else 0.0)
+            self._together(lambda: self._finish(limit), self._told_at_end, self._heed_end)
         finally:
-            self._stop()
-        return flushed
+            atexit.unregister(self._close_at_exit)
+            if self._handles_sigterm:
+                release_sigterm()
+            if self._folder is not None:
+                self._folder.close()
+        return self._flushed
 
     def __enter__(self) -> Self:
         return self
@@ -189,109 +312,256 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(flush_s=FLUSH_S if kind is None else HASTY_FLUSH_S)
+        if kind is None:
+            self.close()
+        elif self._site is None:
+            self.close(flush_s=HASTY_FLUSH_S)
+        else:
+            self._abandon()  # the other ranks may be elsewhere: nothing here can be collective
 
-    def _flush(self, learner: Learner, flush_s: float) -> bool:
+    def _finish(self, flush_s: float) -> None:
+        try:
+            self._flushed = self._flush(flush_s if self.algorithm.flush_on_close else 0.0)
+            if self._flushed and self._folder is not None and self._learner is not None:
+                self._keep(self._learner)
+        finally:
+            self._leave()
+
+    def _flush(self, flush_s: float) -> bool:
         """Bring what this site trained into commits, as long as time lasts."""
+        learner = self._learner
+        if learner is None:
+            return True
         try:
             learner.flush(flush_s, poll_s=min(self._poll, 0.5))
-        except (MailboxError, RuntimeError) as error:
-            self._report("store", None, {"error": str(error)})
-        lost = max(learner.unmerged_steps)
-        if lost:
+        except Exception as error:  # what stopped the session was raised by step(), and leaving goes on
+            self._report("store", None, {"error": f"{type(error).__name__}: {error}"})
+        return self._all_is_merged()
+
+    def _all_is_merged(self) -> bool:
+        """Tell whether commits hold every step; if not, say loudly how many are lost."""
+        learner = self._learner
+        lost = 0 if learner is None else max(learner.unmerged_steps)
+        if learner is not None and lost:
             self._report("unflushed", None, {"steps": lost, "of": learner.tally.steps})
         return not lost
 
-    def _stop(self) -> None:
+    def _leave(self) -> None:
+        assert self._member is not None
+        self._thread.stop(self._info().to_bytes())
+        self._save_published()
+        self._report("left", self._member.node.newest, {})
+
+    def _abandon(self) -> None:
+        """Close without the other ranks: what was not published is lost."""
+        if self._closed:
+            return
+        self._closed = True
         atexit.unregister(self._close_at_exit)
-        _restore(self._previous_handler)
-        self._stopping.set()
-        self._wake.set()
-        self._thread.join(STOP_S)
-        self._keeper.stop()
-        if self._lease.held and self._keeper.error is None:
-            try:
-                self._lease.release()
-            except MailboxError as error:
-                self._report("store", None, {"error": str(error)})
-        self._report("left", self._node.newest, {})
+        if self._handles_sigterm:
+            release_sigterm()
+        if self._member is not None:
+            self._flushed = self._all_is_merged()
+            self._leave()
+        if self._folder is not None:
+            self._folder.close()
 
     def _close_at_exit(self) -> None:
-        self.close(flush_s=HASTY_FLUSH_S)
+        if os.getpid() != self._pid:  # a forked child has the session's memory, and neither its threads nor its lease
+            return
+        if self._site is None:
+            self.close(flush_s=HASTY_FLUSH_S)
+        else:
+            self._abandon()
 
-    # ---- the session's thread
+    # ---- what rank 0 does
 
-    def _work(self) -> None:
-        try:
-            while not self._stopping.is_set():
-                if self._keeper.error is not None:
-                    raise self._keeper.error
-                self._wake.clear()
-                try:
-                    self._node.tick()
-                except TransientMailboxError as error:
-                    self._report("store", None, {"error": str(error)})
-                self._clock.wait(self._wake, self._poll)
-        except BaseException as error:
-            self._report("store", None, {"error": f"the session stops: {error}"})
-            if self._learner is not None:
-                self._learner.fail(error)
+    def _step(self, samples: object) -> None:
+        learner = self._learner
+        assert learner is not None
+        if self._folder is None:
+            learner.step(samples)
+            return
+        before = learner.published
+        learner.step(samples)
+        if learner.published != before:
+            self._keep(learner)
+
+    def _keep(self, learner: Learner) -> None:
+        """Copy the state that belongs to a snapshot; it is saved once that is published."""
+        state = None if self._state is None else frozen(self._state())
+        assert self.learner_id is not None
+        steps, samples = learner.tally.steps, learner.tally.tokens
+        kept = Kept(self._run_digest, self.learner_id, steps, samples, self._account.merged, state)
+        self._pending.append((learner.published, kept))
+        self._thread.wake()
+
+    def _after_tick(self) -> None:
+        """Do what is left to do on the node's thread."""
+        self._save_published()
+        self._note()
+
+    def _save_published(self) -> None:
+        newest = None
+        while self._pending and self._pending[0][0] <= self._account.published:
+            _, newest = self._pending.popleft()
+        if newest is not None and self._folder is not None:
+            self._folder.save(newest, keep=self._states_kept)
+
+    def _note(self) -> None:
+        """Work out what others and the user ask for at any time."""
+        member, total = self._member, self.algorithm.global_batch_size
+        assert member is not None and self.learner_id is not None
+        member.keeper.info = self._info().to_bytes()
+        if total is not None and self._learner is not None:
+            speeds: dict[str, float | None] = dict.fromkeys(member.peers.learners() | {self.learner_id})
+            speeds |= {learner: speed for learner, speed in member.node.speeds.items() if learner in speeds}
+            self._batch_size = batch_sizes(total, speeds)[self.learner_id]
+
+    def _info(self) -> NodeInfo:
+        if self._learner is None:
+            return NodeInfo(self.role)
+        tally = self._learner.tally
+        return NodeInfo(self.role, tally.steps, tally.tokens, self._account.merged)
+
+    def _resume(self, member: Member, kept: Kept) -> None:
+        if kept.run != self._run_digest:
+            raise ValueError("state_dir holds the state of another run; give each run a folder of its own")
+        self.resumed = Resumed(kept.steps, kept.samples, kept.state)
+        self._account.merged = kept.merged
+        if member.learner is not None:
+            member.learner.tally = Tally(self.algorithm.fragments, kept.samples, kept.steps)
+
+    @property
+    def _states_kept(self) -> int:
+        """How many states ranks keep: those of snapshots on the way, one published, and one to spare."""
+        return self.algorithm.schedule.lead + 2
 
     def _report(self, kind: Kind, round_: int | None, detail: dict[str, Any]) -> None:
-        event = Event(kind, self.learner_id, round_, detail)
+        self._account.hear(kind, round_, detail)
+        event = Event(kind, self.learner_id or "", round_, detail)
         for callback in self._callbacks:
-            callback(event)
+            try:
+                callback(event)
+            except Exception:
+                logger.exception("a callback failed at the event %s; training goes on", event)
 
-    def _training(self) -> Learner:
-        if self._closed:
-            raise RuntimeError("the session is closed; make another to go on")
-        if self._learner is None:
-            raise RuntimeError('role="syncer" closes rounds and does not train; use role="both"')
-        return self._learner
+    # ---- what the other ranks do
+
+    def _together(
+        self, act: Callable[[], None], answer: Callable[[], Sequence[int]], heed: Callable[[tuple[int, ...]], None]
+    ) -> None:
+        """Let rank 0 act and the others follow, or act alone."""
+        if self._site is None:
+            act()
+        elif self._rank:
+            heed(self._site.follow())
+        else:
+            with self._site.speaking(answer):
+                act()
+
+    def _told(self, before: int) -> tuple[int, int, int]:
+        assert self._learner is not None
+        captured = self._learner.tally.steps if self._learner.published != before else 0
+        return self.rounds_seen, self._batch_size or 0, captured
+
+    def _told_at_end(self) -> tuple[int, int, int]:
+        assert self._learner is not None
+        return self._flushed, self.rounds_seen, self._learner.tally.steps if self._flushed else 0
+
+    def _heed(self, told: tuple[int, ...]) -> None:
+        """Take over what rank 0 knows after a step; save this rank's state with a snapshot."""
+        self._rounds_seen, batch_size, captured = told
+        if self.algorithm.global_batch_size is not None:
+            self._batch_size = batch_size
+        self._save_after(captured)
+
+    def _save_after(self, steps: int) -> None:
+        if steps and self._folder is not None:
+            state = None if self._state is None else self._state()
+            self._folder.save(Kept("", "", steps, 0, 0, state), keep=self._states_kept)
+
+    def _resume_at(self, told: tuple[int, ...]) -> None:
+        steps = told[0]
+        if self._folder is None or steps < 0:
+            return
+        kept = self._folder.newest(steps)
+        if kept is None:
+            raise ValueError(
+                f"state_dir of rank {self._rank} lacks the state after {steps} steps that rank 0 goes on from; "
+                "bring the folder along, or remove those of all ranks to begin anew"
+            )
+        self.resumed = Resumed(kept.steps, kept.samples, kept.state)
+
+    def _heed_end(self, told: tuple[int, ...]) -> None:
+        self._flushed, self._rounds_seen = bool(told[0]), told[1]
+        self._save_after(told[2])
 
 
-def align(model: Any, *, mailbox: str | Mailbox) -> int:
+def align(model: Any, *, mailbox: str | Mailbox, backend: Backend | None = None, ranks: Ranks | None = None) -> int:
     """Move ``model`` to the newest version in ``mailbox``, for evaluation, and return its round; -1 if there is none.
+
+    Args:
+        model, mailbox, backend: as in :class:`Session`.
+        ranks: those that have the model together; all of them call this.
 
     Raises:
         ValueError: there is no run in the mailbox.
         SchemaMismatch: the run has other parameters.
         CorruptPayload: a fragment has no version that can be read.
+        SiteError: on ranks other than 0, that rank 0 failed.
     """
+    if ranks is None or ranks.world == 1:
+        return _align(parameters_of(model, backend), mailbox)
+    site = Site(site_parameters_of(model, backend, ranks), ranks)
+    if ranks.rank:
+        return site.follow()[0]
+    round_ = -1
+    with site.speaking(lambda: (round_,)):
+        round_ = _align(site, mailbox)
+    return round_
+
+
+def _align(parameters: Parameters, mailbox: str | Mailbox) -> int:
     store = open_mailbox(mailbox) if isinstance(mailbox, str) else mailbox
-    parameters = parameters_of(model)
 
     def report(kind: Kind, round_: int | None, detail: dict[str, Any]) -> None:
         log_events(Event(kind, "align", round_, detail))
 
     record, exchange = read_run(store, parameters.schema, report=report)
     versions = Versions(exchange, record, Wire.of(DiLoCo.from_dict(record.algorithm)), report)
-    round_, held = versions.load_all()
+    newest, held = versions.load_all()
     for version in held:
         parameters.align(version.theta, version.theta, Overwrite())
-    return round_
+    return newest
+
+
+def _require_callables(callbacks: object) -> tuple[Callback, ...]:
+    if not isinstance(callbacks, Sequence) or not all(callable(each) for each in callbacks):
+        raise TypeError(f"callbacks={callbacks!r} must be a sequence of callables")
+    return tuple(callbacks)
+
+
+def _refuse_contradictions(
+    model: object,
+    *,
+    role: Role,
+    ranks: Ranks | None,
+    state_dir: object,
+    state: object,
+) -> None:
+    if model is None and role != "syncer":
+        raise TypeError(f'model=None has nothing to train for role={role!r}; only role="syncer" needs no model')
+    if role == "syncer" and ranks is not None and ranks.world > 1:
+        raise ValueError(f'role="syncer" is one process, not {ranks.world} ranks; leave ranks out')
+    if role == "syncer" and state_dir is not None:
+        raise ValueError('role="syncer" has nothing to remember; leave state_dir out')
+    if state is not None and not callable(state):
+        raise TypeError(f"state={state!r} must be a callable that returns what to remember")
+    if state is not None and state_dir is None:
+        raise ValueError("state= needs a state_dir to be saved in")
 
 
 def _fresh_id() -> str:
     host = "".join(c for c in socket.gethostname() if c.isascii() and (c.isalnum() or c == "-"))[:30].strip("-")
     return f"{host or 'site'}-{os.getpid()}-{secrets.token_hex(3)}"
-
-
-def _raise_on_sigterm() -> Any:
-    """Make SIGTERM end the process by an exception, so that sessions are closed; only where nobody else handles it.
-
-    Returns:
-        What handled it, to be restored; None if nothing was changed.
-    """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        return None
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    return signal.signal(signal.SIGTERM, leave)
-
-
-def _restore(handler: Any) -> None:
-    if handler is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)

@@ -1,4 +1,9 @@
-"""The trainable parameters of a torch module, as DiLoCo sees them."""
+"""The trainable parameters of a torch module, as DiLoCo sees them.
+
+On several ranks, rank 0 speaks for the site: it alone reads and writes the mailbox, and the others are brought to what
+it computed. Their parameters are the same (DDP) or shards of one whole (FSDP2), so there is one delta to send, and one
+process whose death or late answer the protocol must reckon with; the price is the whole fragment on rank 0's host.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +12,18 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mixle.diloco.alignment import Blend, Carry, Overwrite, align
 from mixle.diloco.parameters import Arrays
 from mixle.diloco.serialization import DType, ParameterSpec, Schema
+from mixle.diloco.torch_ranks import TorchRanks
 
 __all__ = ["TorchParameters"]
 
 _DTYPES: dict[torch.dtype, DType] = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 
 class TorchParameters:
@@ -24,20 +33,26 @@ class TorchParameters:
     averaged; other floating-point buffers in the state dict are refused, since nothing says what merging them means.
 
     Args:
-        module: on any device; moved in place, and not replaced while this lives.
+        module: on any device, whole or sharded by FSDP2; moved in place, and not replaced while this lives.
+        ranks: those that train it together; every rank makes one of these.
 
     Raises:
         TypeError: a trainable parameter is not float32, float16 or bfloat16; names it.
-        ValueError: a buffer cannot be merged; names it.
+        ValueError: a buffer cannot be merged, or a parameter is sharded and no ranks are given; names it.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, ranks: TorchRanks | None = None) -> None:
+        self._ranks = ranks
         self._tensors: dict[str, Tensor] = {}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                self._tensors[name] = parameter
+                self._tensors[name.replace(_CHECKPOINT_PREFIX, "")] = parameter
         for name, buffer in _running_statistics(module).items():
-            self._tensors[name] = buffer
+            self._tensors[name.replace(_CHECKPOINT_PREFIX, "")] = buffer
+        sharded = [name for name, tensor in self._tensors.items() if isinstance(tensor, DTensor)]
+        self.is_sharded = bool(sharded)
+        if sharded and ranks is None:
+            raise ValueError(f"{sharded[0]} is sharded over ranks; give the session ranks=TorchRanks() on each of them")
         specs = []
         for name, tensor in sorted(self._tensors.items()):
             dtype = _DTYPES.get(tensor.dtype)
@@ -48,29 +63,46 @@ class TorchParameters:
                 )
             specs.append(ParameterSpec(name, dtype, tuple(tensor.shape)))
         self.schema = Schema(tuple(specs))
-        self.embeddings = frozenset(
-            f"{prefix}.{name}" if prefix else name
-            for prefix, part in module.named_modules()
-            if isinstance(part, (nn.Embedding, nn.EmbeddingBag))
-            for name, _ in part.named_parameters(recurse=False)
-        )
+        rows = {id(p) for part in module.modules() if isinstance(part, _EMBEDDINGS) for p in part.parameters()}
+        self.embeddings = frozenset(name for name, tensor in self._tensors.items() if id(tensor) in rows)
 
     @torch.no_grad()
     def read(self, names: Iterable[str]) -> Arrays:
-        """Return copies, float32, in host memory."""
+        """Return copies, float32, in host memory; a collective call where they are sharded."""
         return {name: _copied(self._tensors[name]) for name in names}
 
     @torch.no_grad()
     def align(self, committed: Arrays, reference: Arrays, how: Carry | Overwrite | Blend) -> None:
-        """Bring the parameters that ``committed`` names to it, in place."""
+        """Bring the parameters that ``committed`` names to it, in place, and the other ranks' to these."""
         for name, target in committed.items():
             tensor = self._tensors[name]
+            whole = _whole(tensor)
             start = target if isinstance(how, Overwrite) else reference[name]
-            align(tensor, _like(target, tensor), _like(start, tensor), how)
+            align(whole, _like(target, whole), _like(start, whole), how)
+            self._share(tensor, whole)
+
+    @torch.no_grad()
+    def follow(self, names: Iterable[str]) -> None:
+        """Take the part of the other ranks in rank 0's :meth:`align` of these names."""
+        for name in names:
+            tensor = self._tensors[name]
+            self._share(tensor, _whole(tensor))
+
+    def _share(self, tensor: Tensor, whole: Tensor) -> None:
+        """Give every rank rank 0's ``whole``, or its shard of it."""
+        if isinstance(tensor, DTensor):
+            shard = distribute_tensor(whole, tensor.device_mesh, tensor.placements)
+            tensor.to_local().copy_(shard.to_local())
+        elif self._ranks is not None:
+            self._ranks.broadcast_tensor(tensor)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _copied(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().to("cpu", torch.float32, copy=True).contiguous().numpy()
+    return _whole(tensor.detach()).to("cpu", torch.float32, copy=True).contiguous().numpy()
 
 
 def _like(array: np.ndarray, tensor: Tensor) -> Tensor:

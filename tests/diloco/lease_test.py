@@ -191,8 +191,8 @@ def test_a_node_says_something_of_itself(site):
     assert read_info(site.mailbox, "a") == b""
     lease.renew(b"round 3\nstep 7")
     assert read_info(site.mailbox, "a") == b"round 3\nstep 7"
-    lease.release()
-    assert read_info(site.mailbox, "a") is None
+    lease.release(b"step 9")
+    assert read_info(site.mailbox, "a") == b"step 9"
 
 
 def test_a_second_process_under_one_id_is_refused_while_the_first_renews(site):

@@ -1,0 +1,106 @@
+"""What a node keeps on a disk of its own, so that one that was killed goes on where it last published.
+
+The mailbox holds what sites share: the parameters. A site's inner optimizer and its place in its data are its own; a
+folder holds them as they were at the last snapshot that was published. What is written there is found whole or not at
+all, by one process at a time, and never executed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mixle.diloco import state_tree
+from mixle.utils.whole_file import locked, replace_file
+
+__all__ = ["Resumed", "StateFolder"]
+
+_FILE = re.compile(r"rank(\d+)-(\d{15})\.npz")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a session found of the process before it.
+
+    Attributes:
+        steps, samples: what that had trained when it last published.
+        state: what its ``state()`` returned then.
+    """
+
+    steps: int
+    samples: int
+    state: Any
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A node's state at a snapshot: ``merged`` steps of its ``steps``, times fragments, are in commits."""
+
+    run: str
+    learner_id: str
+    steps: int
+    samples: int
+    merged: int
+    state: Any
+
+
+class StateFolder:
+    """Keep one rank's state in a folder that only its owner reads.
+
+    Args:
+        path: the folder; made if it is not there.
+        rank: this rank of the site; each has files of its own, on a disk that they may share.
+
+    Raises:
+        BlockingIOError: another process has the rank's files.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, rank: int = 0) -> None:
+        self._folder, self._rank = Path(path), rank
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._held = ExitStack()
+        try:
+            self._held.enter_context(locked(self._folder / f"rank{rank}.lock", wait=False))
+        except BlockingIOError:
+            raise BlockingIOError(f"state_dir={str(path)!r} is in use by another process; give each its own") from None
+
+    def newest(self, steps: int | None = None) -> Kept | None:
+        """Return the newest state, or the one after so many steps; None if there is none.
+
+        Raises:
+            ValueError: the file is no such state.
+        """
+        found = self._files()
+        if steps is not None:
+            found = {each: path for each, path in found.items() if each == steps}
+        if not found:
+            return None
+        path = found[max(found)]
+        try:
+            return Kept(**state_tree.from_bytes(path.read_bytes()))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not the state of a node ({error}); remove it to begin anew") from error
+
+    def save(self, kept: Kept, *, keep: int) -> None:
+        """Write a state, and delete all but the ``keep`` newest."""
+        name = f"rank{self._rank}-{kept.steps:015d}.npz"
+        replace_file(self._folder / name, state_tree.to_bytes({**vars(kept)}))
+        found = self._files()
+        for steps in sorted(found)[:-keep]:
+            found[steps].unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let another process have the files."""
+        self._held.close()
+
+    def _files(self) -> dict[int, Path]:
+        found = {}
+        for path in self._folder.iterdir():
+            name = _FILE.fullmatch(path.name)
+            if name is not None and int(name[1]) == self._rank:
+                found[int(name[2])] = path
+        return found

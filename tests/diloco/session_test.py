@@ -1,0 +1,421 @@
+"""What a user holds: joining, training, leaving, and what becomes of it when something goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from diloco_sites import Heard, at_once, descend, fresh_url, open_session, wait_until, zeros
+
+from mixle.diloco import AlgorithmMismatch, Carry, DiLoCo, IdInUse, Overwrite, Session, align, open_mailbox
+from mixle.diloco.node_info import NodeInfo
+from mixle.diloco.records import RoundRecord
+
+ROOT = Path(__file__).parents[2]
+BARRIER = DiLoCo(5, 1, overlap_steps=0)
+
+
+def equal(a, b) -> bool:
+    return all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def records(url: str) -> list[RoundRecord]:
+    store = open_mailbox(url)
+    return [RoundRecord.from_bytes(store.get(key)) for key in store.list("rounds/")]
+
+
+# ---- training
+
+
+def test_with_an_outer_step_of_one_a_single_site_trains_as_it_would_alone():
+    url, model, alone = fresh_url(), zeros(), zeros()
+    algorithm = DiLoCo(5, 2, outer_lr=1.0, outer_momentum=0.0, overlap_steps=0)
+    with open_session(model, algorithm, url) as session:
+        for _ in range(23):
+            descend(model, 1.0)
+            session.step(4)
+    for _ in range(23):
+        descend(alone, 1.0)
+    for name in alone:
+        np.testing.assert_allclose(model[name], alone[name], rtol=1e-6)
+
+
+def test_the_outer_step_is_nesterovs():
+    url, model = fresh_url(), zeros()
+    with open_session(model, DiLoCo(5, 1, overlap_steps=0, outer_lr=0.7, outer_momentum=0.9), url) as session:
+        theta, momentum = 0.0, 0.0
+        for _ in range(3):
+            for _ in range(5):
+                descend(model, 1.0)
+                session.step()
+            delta = theta - (1.0 - (1.0 - theta) * 0.9**5)
+            momentum = 0.9 * momentum + delta
+            theta -= 0.7 * (delta + 0.9 * momentum)
+            np.testing.assert_allclose(model["bias"], theta, rtol=1e-5)
+
+
+def test_two_sites_that_want_apart_meet_between():
+    url, met = fresh_url(), threading.Barrier(2, timeout=30)
+    algorithm = DiLoCo(6, 2, overlap_steps=0, quorum_size=2, follow=0, global_batch_size=2)
+
+    def site(target: float):
+        model = zeros()
+        with open_session(model, algorithm, url) as session:
+            wait_until(lambda: session.batch_size == 1)  # each knows of the other
+            met.wait()
+            for _ in range(60):
+                descend(model, target)
+                session.step(2)
+            met.wait()
+            assert session.rounds_seen == 20
+
+    at_once(lambda: site(0.0), lambda: site(1.0))
+    model = zeros()
+    assert align(model, mailbox=url) >= 20
+    assert 0.4 < model["weight"].mean() < 0.6
+    assert all(len(record.contributions) == 2 for record in records(url)[-20:])
+
+
+def test_a_site_that_joins_later_starts_at_the_newest_commit():
+    url, first, second = fresh_url(), zeros(), {name: array + 7 for name, array in zeros().items()}
+    with open_session(first, BARRIER, url) as session:
+        for _ in range(10):
+            descend(first, 1.0)
+            session.step()
+        with open_session(second, BARRIER, url) as other:
+            assert equal(first, second)
+            assert other.rounds_seen == 2
+
+
+def test_run_counts_the_length_of_each_batch():
+    url, seen = fresh_url(), []
+    with open_session(zeros(), BARRIER, url) as session:
+        session.run(seen.append, [[1, 2], [3], [4, 5, 6], [7], [8]])
+    assert seen == [[1, 2], [3], [4, 5, 6], [7], [8]]
+    assert records(url)[-1].tokens == 8
+
+
+def test_steps_that_lead_nowhere_near_a_round_are_flushed_on_closing():
+    url, model, heard = fresh_url(), zeros(), Heard()
+    session = open_session(model, DiLoCo(50, 2), url, callbacks=(heard,))
+    for _ in range(20):
+        descend(model, 1.0)
+        session.step(2)
+    assert session.close()
+    committed = zeros()
+    align(committed, mailbox=url)
+    assert equal(model, committed)
+    assert model["bias"].mean() == pytest.approx(1 - 0.9**20, rel=1e-5)
+    assert not heard.of("unflushed")
+
+
+def test_without_a_flush_closing_says_loudly_how_many_steps_are_lost():
+    heard = Heard()
+    session = open_session(zeros(), DiLoCo(50, 1, flush_on_close=False), fresh_url(), callbacks=(heard,))
+    for _ in range(20):
+        session.step()
+    assert not session.close()
+    assert [event.detail for event in heard.of("unflushed")] == [{"steps": 20, "of": 20}]
+
+
+@pytest.mark.parametrize("alignment", [Carry(), Overwrite()])
+def test_a_leaving_site_says_how_much_of_its_work_is_in_commits(alignment):
+    url, model = fresh_url(), zeros()
+    with open_session(model, DiLoCo(10, 2, alignment=alignment), url, learner_id="a") as session:
+        for _ in range(40):
+            descend(model, 1.0)
+            session.step(3)
+    store = open_mailbox(url)
+    said = NodeInfo.parse(store.get(store.list("leases/")[0]).partition(b"\n")[2])
+    assert (said.steps, said.samples) == (40, 120)
+    if isinstance(alignment, Carry):
+        assert said.merged == 80
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize("samples", [2.0, 0, -1, True, "3", None, np.float32(2)])
+def test_samples_that_are_no_positive_integer_are_refused_and_not_counted(samples):
+    url = fresh_url()
+    with open_session(zeros(), BARRIER, url) as session:
+        with pytest.raises((TypeError, ValueError), match="samples"):
+            session.step(samples)
+        for _ in range(5):
+            session.step(np.int64(3))
+    assert [record.tokens for record in records(url)] == [15]
+
+
+def test_another_algorithm_is_refused_by_the_name_of_the_argument():
+    url = fresh_url()
+    with (
+        open_session(zeros(), BARRIER, url),
+        pytest.raises(AlgorithmMismatch, match=r"outer_lr=0\.1 here, 0.7 there"),
+    ):
+        open_session(zeros(), DiLoCo(5, 1, overlap_steps=0, outer_lr=0.1), url)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"algorithm": "diloco"}, TypeError, "algorithm='diloco' must be a DiLoCo"),
+        ({"poll_interval": 0}, ValueError, "poll_interval=0.0 must be above"),
+        ({"role": "closer"}, ValueError, "role='closer' must be one of"),
+        ({"learner_id": "a/b"}, ValueError, "learner_id='a/b' must be"),
+        ({"compression": "gzip"}, ValueError, "compression='gzip'"),
+        ({"callbacks": print}, TypeError, "callbacks=.* must be a sequence of callables"),
+        ({"backend": "jax"}, ValueError, "backend='jax' must be one of 'torch', 'numpy'"),
+        ({"model": None}, TypeError, "model=None has nothing to train"),
+        ({"model": 3}, TypeError, "model is a int"),
+        ({"model": {}}, ValueError, "no trainable parameter"),
+        ({"model": {"a": np.zeros(2)}}, TypeError, "a is float64"),
+        ({"state": dict}, ValueError, "state= needs a state_dir"),
+        ({"lease_timeout": 0.1, "lease_every": 0.1}, ValueError, "must be at least twice"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_is_written(options, error, told):
+    url = fresh_url()
+    arguments = {"model": zeros(), "algorithm": BARRIER, "mailbox": url, **options}
+    with pytest.raises(error, match=told):
+        Session(arguments.pop("model"), **arguments)
+    assert open_mailbox(url).list("") == []
+
+
+def test_a_callable_backend_returns_the_parameters():
+    from mixle.diloco import NumpyParameters
+
+    model = zeros()
+    with open_session([model], BARRIER, fresh_url(), backend=lambda models: NumpyParameters(models[0])) as session:
+        for _ in range(5):
+            descend(model, 1.0)
+            session.step()
+        assert session.rounds_seen == 1
+
+
+# ---- ids, roles, batch sizes
+
+
+def test_a_second_process_under_one_id_is_refused():
+    url = fresh_url()
+    with open_session(zeros(), BARRIER, url, learner_id="a"), pytest.raises(IdInUse, match="learner_id='a' is in use"):
+        open_session(zeros(), BARRIER, url, learner_id="a")
+
+
+def test_a_syncer_closes_rounds_without_a_model():
+    url, model = fresh_url(), zeros()
+    with open_session(model, BARRIER, url, role="learner", learner_id="a") as learner:
+        syncer = open_session(None, BARRIER, url, role="syncer", learner_id="s")
+        for _ in range(10):
+            descend(model, 1.0)
+            learner.step()
+        with pytest.raises(RuntimeError, match="closes rounds and does not train"):
+            syncer.step()
+        learner.close()
+        syncer.close()
+    assert {record.closer for record in records(url)} == {"s"}
+
+
+def test_a_syncer_without_a_run_is_told_that_a_learner_comes_first():
+    with pytest.raises(ValueError, match="there is no run in the mailbox"):
+        open_session(None, BARRIER, fresh_url(), role="syncer")
+
+
+def test_the_global_batch_is_shared_by_the_living_learners():
+    url, algorithm = fresh_url(), DiLoCo(5, 1, global_batch_size=10)
+    with open_session(zeros(), algorithm, url, learner_id="a") as first:
+        assert first.batch_size == 10
+        with (
+            open_session(zeros(), algorithm, url, learner_id="b") as second,
+            open_session(None, algorithm, url, role="syncer"),
+        ):
+            wait_until(lambda: (first.batch_size, second.batch_size) == (5, 5))
+        wait_until(lambda: first.batch_size == 10)
+
+
+def test_without_a_global_batch_each_site_has_its_own():
+    with open_session(zeros(), BARRIER, fresh_url()) as session:
+        assert session.batch_size is None
+
+
+# ---- what goes wrong
+
+
+def test_a_callback_that_raises_is_logged_and_training_goes_on(caplog):
+    def broken(event):
+        raise RuntimeError("no")
+
+    heard, model = Heard(), zeros()
+    with (
+        caplog.at_level(logging.ERROR),
+        open_session(model, BARRIER, fresh_url(), callbacks=(broken, heard)) as session,
+    ):
+        for _ in range(5):
+            session.step()
+        assert session.rounds_seen == 1
+    assert heard.of("committed")
+    assert "a callback failed at the event" in caplog.text
+
+
+def test_why_the_node_stopped_is_raised_by_the_next_step_and_closing_still_leaves():
+    url, heard = fresh_url(), Heard()
+    session = open_session(zeros(), DiLoCo(1, 1), url, callbacks=(heard,), learner_id="a")
+    thief = open_mailbox(url)
+    thief.put_if_absent("leases/a/00000009-000000000000", b"x")
+    with pytest.raises(IdInUse, match="taken over by another process"):
+        for _ in range(100_000):
+            session.step()
+    assert heard.of("stopped")
+    assert not session.close()
+
+
+def test_a_closed_session_takes_no_steps():
+    session = open_session(zeros(), BARRIER, fresh_url())
+    assert session.close()
+    with pytest.raises(RuntimeError, match="the session is closed"):
+        session.step()
+    assert session.close()
+
+
+def test_everything_works_inside_a_running_event_loop():
+    url, model = fresh_url(), zeros()
+
+    async def notebook():
+        with open_session(model, BARRIER, url) as session:
+            for _ in range(12):
+                descend(model, 1.0)
+                session.step()
+                await asyncio.sleep(0)
+        return align(zeros(), mailbox=url)
+
+    assert asyncio.run(notebook()) == 2
+
+
+SITE = """
+import sys, numpy as np
+from mixle.diloco import DiLoCo, Session
+model = {"w": np.zeros(3, np.float32)}
+how, url = sys.argv[1:]
+def main():
+    if how == "serve":
+        Session(model, algorithm=DiLoCo(5, 1), mailbox=url, poll_interval=0.05).close()
+        syncer = Session(None, algorithm=DiLoCo(5, 1), mailbox=url, poll_interval=0.05, learner_id="a", role="syncer")
+        print("ready", flush=True)
+        syncer.serve()
+    session = Session(model, algorithm=DiLoCo(5, 1), mailbox=url, poll_interval=0.05, learner_id="a")
+    print("ready", flush=True)
+    while how == "train":
+        session.step()
+main()
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-c", SITE, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "code"),
+    [
+        ("train", signal.SIGTERM, 128 + signal.SIGTERM),
+        ("train", signal.SIGINT, -signal.SIGINT),
+        ("serve", signal.SIGTERM, 128 + signal.SIGTERM),
+        ("return", None, 0),
+    ],
+)
+def test_a_process_that_ends_in_any_way_but_by_force_releases_its_lease(how, number, code, tmp_path):
+    url = f"file://{tmp_path}"
+    process = start(how, url)
+    try:
+        assert process.stdout.readline() == b"ready\n", process.stderr.read().decode()
+        if number is not None:
+            process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == code, errors.decode()
+    assert [key.endswith("-released") for key in open_mailbox(url).list("leases/a/")] == [True]
+
+
+# ---- what a node remembers
+
+
+KILLED = """
+import os, signal, sys, time, numpy as np
+from pathlib import Path
+from mixle.diloco import DiLoCo, Session
+url, folder = sys.argv[1:]
+model, position = {"w": np.zeros(3, np.float32)}, 0
+session = Session(model, algorithm=DiLoCo(10, 1, overlap_steps=0), mailbox=url, poll_interval=0.05, lease_every=0.2,
+                  lease_timeout=1.0, state_dir=folder, state=lambda: {"position": position, "moment": model["w"] * 2})
+for position in range(1, 38):
+    model["w"] += 1
+    session.step(3)
+until = time.monotonic() + 30
+while not list(Path(folder).glob("rank0-*30.npz")):
+    assert time.monotonic() < until
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_node_goes_on_under_its_id_from_where_it_last_published(tmp_path):
+    url, folder = f"file://{tmp_path}/mailbox", tmp_path / "state"
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, url, str(folder)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    model = {"w": np.zeros(3, np.float32)}
+    session = open_session(
+        model, DiLoCo(10, 1, overlap_steps=0), url, state_dir=folder, state=dict, lease_every=0.2, lease_timeout=1.0
+    )
+    with session:
+        assert session.resumed.steps == session.resumed.state["position"] == 30
+        assert session.resumed.samples == 90
+        assert session.resumed.state["moment"].shape == (3,)
+        assert session.rounds_seen == 3
+        assert session.learner_id == records(url)[0].closer
+        for _ in range(10):
+            session.step(3)
+    assert [kept.name for kept in sorted(folder.glob("*.npz"))][-1] == "rank0-000000000000040.npz"
+
+
+def test_the_folder_is_its_owners_alone_and_holds_few_files(tmp_path):
+    with open_session(zeros(), DiLoCo(1, 1, overlap_steps=0), fresh_url(), state_dir=tmp_path / "state") as session:
+        for _ in range(9):
+            session.step()
+    assert (tmp_path / "state").stat().st_mode & 0o77 == 0
+    assert len(list((tmp_path / "state").glob("*.npz"))) <= 3
+
+
+def test_the_state_of_another_run_is_refused(tmp_path):
+    with open_session(zeros(), BARRIER, fresh_url(), state_dir=tmp_path) as session:
+        for _ in range(5):
+            session.step()
+    url = fresh_url()
+    other = {name: array + 1 for name, array in zeros().items()}
+    with pytest.raises(ValueError, match="state_dir holds the state of another run"):
+        open_session(other, BARRIER, url, state_dir=tmp_path)
+    assert [key.endswith("-released") for key in open_mailbox(url).list("leases/")] == [True]
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path):
+    with (
+        open_session(zeros(), BARRIER, fresh_url(), state_dir=tmp_path),
+        pytest.raises(BlockingIOError, match="is in use by another process"),
+    ):
+        open_session(zeros(), BARRIER, fresh_url(), state_dir=tmp_path)
