@@ -20,10 +20,12 @@ HELD     its reader has it                  :meth:`~Orders.release`: FREE
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
 from enum import IntEnum
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +48,10 @@ class SlotState(IntEnum):
 
 
 FREE, ORDERED, LOST, DRAINING, READY, HELD = (int(state) for state in SlotState)
+
+
+_ORDERED, _TO_DRAINING = np.uint8(ORDERED), np.uint8(DRAINING - ORDERED)
+_TRUE = re.compile(b"\\x01+")
 
 
 class Orders:
@@ -112,11 +118,9 @@ class Orders:
     def runs(self) -> list[tuple[int, int, int, int]]:
         """Return what may still be completed: (first, count, token, generation) of neighbours with tokens in turn."""
         if self._runs is None:
-            is_open = (self.state >= ORDERED) & (self.state <= DRAINING)
-            breaks = (np.diff(self.token) != 1) | (np.diff(self.generation) != 0)
             self._runs = [
                 (first, count, int(self.token[first]), int(self.generation[first]))
-                for first, count in _runs(is_open, breaks)
+                for first, count in self._by_order(_is_open(self.state))
             ]
         return self._runs
 
@@ -138,45 +142,54 @@ class Orders:
 
     def landed(self, complete: NDArray[np.bool_], *, first: int = 0) -> None:
         """Note the slots from ``first`` on whose headers say that what they were ordered for is there."""
-        state = self.state[first : first + len(complete)]
-        drained = complete & (state == DRAINING)
-        arrived = complete & ((state == ORDERED) | (state == LOST))
-        if not (drained.any() or arrived.any()):
-            return
+        count = len(complete)
+        state = self.state[first : first + count]
+        if complete.all() and state.tobytes().count(ORDERED) == count:
+            state[:] = READY
+            groups: Iterable[int] = range(first // self.size, (first + count - 1) // self.size + 1)
+        else:
+            drained = complete & (state == DRAINING)
+            arrived = complete & ((state == ORDERED) | (state == LOST))
+            if not (drained.any() or arrived.any()):
+                return
+            state[drained] = FREE
+            state[arrived] = READY
+            if self._writers:
+                self._forget_writers(np.flatnonzero(drained | arrived) + first)
+            groups = np.unique((np.flatnonzero(arrived) + first) // self.size).tolist()
         self._runs = None
-        state[drained] = FREE
-        state[arrived] = READY
-        if self._writers:
-            self._forget_writers(np.flatnonzero(drained | arrived) + first)
-        groups = (np.flatnonzero(arrived) + first) // self.size
-        for group in np.unique(groups).tolist():
-            slots = slice(group * self.size, (group + 1) * self.size)
-            if (self.state[slots] == READY).all():
-                self._ready.append(slots.start)
+        for group in groups:
+            slot = group * self.size
+            if self.state[slot : slot + self.size].tobytes().count(READY) == self.size:
+                self._ready.append(slot)
 
     def of(self, order_id: bytes, first: int, count: int) -> NDArray[np.intp]:
         """Return which slots of a range, as a message claims it, are open and of this order."""
         if not 0 <= first < first + count <= self.usable:
             return np.zeros(0, np.intp)
         slots = slice(first, first + count)
-        state = self.state[slots]
-        mine = self._order[slots] == np.uint64(int.from_bytes(order_id, "little"))
-        return np.flatnonzero(mine & (state >= ORDERED) & (state <= DRAINING)) + first
+        return np.flatnonzero(self._are_of(order_id, slots) & _is_open(self.state[slots])) + first
 
     def ended(self, order_id: bytes, first: int, count: int) -> int:
         """Take the broker's last word on slots of an order; return how many were waited for in vain."""
-        slots = self.of(order_id, first, count)
-        awaited = int(np.count_nonzero(self.state[slots] != DRAINING))
-        self._free(slots)
-        self._settle(order_id, first, count)
+        if not 0 <= first < first + count <= self.usable:
+            return 0
+        slots = slice(first, first + count)
+        mine = self._are_of(order_id, slots)
+        self._settled[slots] |= mine
+        mine &= _is_open(self.state[slots])
+        if not mine.any():
+            return 0
+        still = np.flatnonzero(mine) + first
+        awaited = int(np.count_nonzero(self.state[still] != DRAINING))
+        self._free(still)
         return awaited
 
     def lost(self, order_id: bytes, first: int, count: int, *, writer: Hashable, dead: bool) -> int:
         """Note that ``writer`` will not finish these slots; unless it is dead it may still write. Return how many."""
         slots = self.of(order_id, first, count)
         if dead:
-            self._free(slots)
-            self._settle(order_id, first, count)
+            self.ended(order_id, first, count)
         else:
             self.state[slots[self.state[slots] == ORDERED]] = LOST
             self._writers.update(dict.fromkeys(slots.tolist(), writer))
@@ -224,15 +237,25 @@ class Orders:
         told[list(self._writers)] = False
         self._settled[(self.state == FREE) | (self.state >= READY)] = True  # of these no broker has anything to say
         orders = []
-        for first, count in _runs(told, np.diff(self._order) != 0):
+        for first, count in self._by_order(told):
             order_id = int(self._order[first]).to_bytes(8, "little")
             orders.append(Order(order_id, first, count, int(self.token[first]), int(self.generation[first])))
         return orders
 
-    def _settle(self, order_id: bytes, first: int, count: int) -> None:
-        if 0 <= first < first + count <= self.usable:
-            slots = slice(first, first + count)
-            self._settled[slots] |= self._order[slots] == np.uint64(int.from_bytes(order_id, "little"))
+    def _are_of(self, order_id: bytes, slots: slice) -> NDArray[np.bool_]:
+        same: NDArray[np.bool_] = self._order[slots] == np.uint64(int.from_bytes(order_id, "little"))
+        return same
+
+    def _by_order(self, mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+        """Yield (first, count) of the runs of True, split between orders: within one, tokens are in turn."""
+        for first, count in _runs(mask):
+            ids = self._order[first : first + count]
+            if (ids == ids[0]).all():
+                yield first, count
+                continue
+            edges = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), count]
+            for start, stop in pairwise(edges):
+                yield first + start, stop - start
 
     def _free(self, slots: NDArray[np.intp]) -> None:
         self._runs = None
@@ -244,13 +267,12 @@ class Orders:
             self._writers.pop(slot, None)
 
 
-def _runs(mask: NDArray[np.bool_], breaks: NDArray[np.bool_] | None = None) -> list[tuple[int, int]]:
-    """Return (first, count) of each run of True; ``breaks[i]`` ends a run between rows i and i + 1."""
-    edges = np.diff(np.concatenate(([False], mask, [False])))
-    starts, stops = edges & np.append(mask, False), edges & np.append(False, mask)
-    if breaks is not None:
-        between = breaks & mask[:-1] & mask[1:]
-        starts[1:-1] |= between
-        stops[1:-1] |= between
-    first, last = np.flatnonzero(starts), np.flatnonzero(stops)
-    return list(zip(first.tolist(), (last - first).tolist(), strict=True))
+def _is_open(state: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Tell which slots a writer may still complete; below ORDERED, the difference wraps."""
+    is_open: NDArray[np.bool_] = (state - _ORDERED) <= _TO_DRAINING
+    return is_open
+
+
+def _runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Return (first, count) of each run of True."""
+    return [(match.start(), match.end() - match.start()) for match in _TRUE.finditer(mask.tobytes())]

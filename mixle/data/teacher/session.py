@@ -334,19 +334,16 @@ class Session:
             else:
                 self._owed.append((due, piece))
 
-    def _look_at(self, piece: Piece) -> int:
-        """Take what is complete of a piece; return how many of its slots are still open."""
+    def _look_at(self, piece: Piece) -> bool:
+        """Take what is complete of a piece; tell whether anything of it was still open."""
         orders, (order_id, first, count) = self._orders, piece
-        if orders is None:
-            return 0
-        slots = orders.of(order_id, first, count)
-        if not len(slots):
-            return 0
+        if orders is None or not len(slots := orders.of(order_id, first, count)):
+            return False
         # Others of the piece may have been ordered anew since; what is of one order has tokens in turn.
         one = int(slots[0])
         token = (int(orders.token[one]) - (one - first)) & messages.U64
         orders.landed(self.slots.complete(first, count, token, int(orders.generation[one])), first=first)
-        return len(orders.of(order_id, first, count))
+        return True
 
     def _end(self, piece: Piece) -> int:
         """Take what is complete of slots that nobody writes any more; return how many were waited for in vain."""
