@@ -112,8 +112,8 @@ def _frame(width: int, height: int) -> Iterator[str]:
     yield "<defs>"
     for kind, colour in COLOURS.items():
         yield (
-            f'<marker id="{kind}" viewBox="0 0 10 10" refX="10" refY="5" markerWidth="8" markerHeight="8" '
-            f'orient="auto"><path d="M0 1L10 5L0 9z" fill="{colour}"/></marker>'
+            f'<marker id="{kind}" viewBox="0 0 10 10" refX="10" refY="5" markerWidth="11" markerHeight="11" '
+            f'markerUnits="userSpaceOnUse" orient="auto"><path d="M0 1L10 5L0 9z" fill="{colour}"/></marker>'
         )
     yield "</defs>"
     yield f'<rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>'
@@ -147,7 +147,7 @@ def _steps(lanes: tuple[str, ...], steps: tuple[Step, ...]) -> Iterator[str]:
                     f'marker-end="url(#{kind})"/>'
                 )
                 yield (
-                    f'<text x="{(x1 + x2) / 2:g}" y="{y - 5}" fill="{colour}" stroke="#ffffff" stroke-width="4" '
+                    f'<text x="{(x1 + x2) / 2:g}" y="{y - 7}" fill="{colour}" stroke="#ffffff" stroke-width="4" '
                     f'paint-order="stroke">{escape(label)}</text>'
                 )
 
