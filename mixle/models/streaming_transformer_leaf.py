@@ -66,7 +66,7 @@ class StreamingTransformerLeaf(ProbabilityDistribution):
         state: TrainingState | None = None,
         vocab: int | None = None,
     ) -> None:
-        self.module = _require_module(module)
+        self.module = require_module(module)
         self.device = resolve_device(device)
         if sharding_of(module) is None:
             module.to(self.device)
@@ -318,7 +318,7 @@ class StreamingTransformerLeafEstimator(ParameterEstimator):
         options = OptimizerOptions(
             lr, optimizer, betas, weight_decay, momentum, warmup_steps, schedule, total_steps, min_lr
         )
-        self._settle(_require_module(module), resolve_device(device), options, None)
+        self._settle(require_module(module), resolve_device(device), options, None)
 
     @classmethod
     def _of(
@@ -369,7 +369,8 @@ class StreamingTransformerLeafEstimator(ParameterEstimator):
         return StreamingTransformerLeaf(before.module, before.device, options=self.options, state=self.state)
 
 
-def _require_module(module: object) -> nn.Module:
+def require_module(module: object) -> nn.Module:
+    """Return ``module`` if it is one of torch's."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     return module

@@ -41,8 +41,12 @@ class BatchSource(Protocol[B_co]):
     def blank(self) -> B_co:
         """Return any batch of the same shape with targets; its gradient is not used."""
 
-    def targets(self, epoch: int, step: int) -> int:
-        """Return how many real targets all ranks train at that step."""
+    def targets(self, epoch: int, steps: range) -> int:
+        """Return how many real targets all ranks train in an optimizer step, whose schedule steps these are.
+
+        Called once before its batches are; a source that makes them on demand does so here, with collectives if need
+        be, and keeps what goes wrong on this rank for :meth:`batch` to raise.
+        """
 
     def random_seed(self, epoch: int, step: int) -> int:
         """Return the seed, below 2**63, of whatever the module draws at that step."""
@@ -145,7 +149,7 @@ class _Run:
             epoch, first = state.epoch, state.epoch_step
             steps = range(first, min(first + self.options.gradient_accumulation, per_epoch))
             started = time.perf_counter()
-            targets = sum(self.source.targets(epoch, step) for step in steps)
+            targets = self.source.targets(epoch, steps)
             loss_sum, norm, size = self._finished_gradient(epoch, steps, self.engine.averaged_over / targets)
             finite = math.isfinite(size)
             trouble = None if finite else self._trouble(epoch, first)

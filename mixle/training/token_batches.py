@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 
 from mixle.data.schedule import Schedule
 from mixle.data.token_windows import TokenArray, gather, pad_batch
+from mixle.training.draws import step_seed
 from mixle.training.next_token import IGNORED, TokenTensors
 
 
@@ -46,14 +46,13 @@ class TokenBatches:
         inputs = torch.zeros((rows, spec.block), dtype=torch.int64, device=self._device)
         return TokenTensors(inputs, inputs[:, : spec.targets_per_window])
 
-    def targets(self, epoch: int, step: int) -> int:
-        """Return how many real targets all replicas train at a step."""
-        return self._schedule.global_targets(epoch, step)
+    def targets(self, epoch: int, steps: range) -> int:
+        """Return how many real targets all replicas train at some steps."""
+        return sum(self._schedule.global_targets(epoch, step) for step in steps)
 
     def random_seed(self, epoch: int, step: int) -> int:
         """Return a seed of this rank and step, below 2**63."""
-        words = f"mixle draws: seed={self._schedule.seed} epoch={epoch} step={step} replica={self._rank}"
-        return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little") >> 1
+        return step_seed(self._schedule.seed, epoch, step, self._rank)
 
     def __iter__(self) -> Iterator[TokenTensors]:
         """Yield the batches of the first epoch."""

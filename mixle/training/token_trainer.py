@@ -14,25 +14,18 @@ from mixle.data.schedule import Schedule
 from mixle.data.token_check import find_bad_token
 from mixle.data.token_windows import TokenArray
 from mixle.training.anatomy import Anatomy
-from mixle.training.engine import DataParallelEngine, Engine
+from mixle.training.engine import Engine
 from mixle.training.loop import train
 from mixle.training.next_token import NextToken, TokenTensors
 from mixle.training.optimizer import OptimizerOptions
 from mixle.training.options import TrainingOptions
+from mixle.training.preparation import Preparation
 from mixle.training.ranks import PREPARATION_S, Ranks
 from mixle.training.scoring import log_densities, log_density_sum
 from mixle.training.state import TrainingState
 from mixle.training.token_batches import TokenBatches
 from mixle.training.token_plan import TokenPlan
-from mixle.training.wrap import (
-    Parallel,
-    Precision,
-    refuse_planned,
-    refuse_replaced_parameters,
-    resolve_wrapping,
-    sharding_of,
-    wrap,
-)
+from mixle.training.wrap import Parallel, Precision, sharding_of
 
 Follow = Callable[[Engine[TokenTensors]], Callable[[int], None]]
 
@@ -67,11 +60,15 @@ class TokenTrainer:
         plan: TokenPlan | None = None,
     ) -> None:
         self._tokens, self._schedule, self._ranks, self._options = tokens, schedule, ranks, options
-        self._parallel, self._precision, self._recompute = parallel, precision, activation_checkpointing
+        self._preparation: Preparation[TokenTensors] = Preparation(
+            ranks,
+            parallel=parallel,
+            precision=precision,
+            activation_checkpointing=activation_checkpointing,
+            plan=plan,
+        )
         self._plan = plan
         self._replica, replicas = (ranks.rank, ranks.world) if plan is None else (plan.replica, plan.replicas)
-        if plan is None:
-            resolve_wrapping(parallel, ranks.world, "cpu")
         self._heldout = heldout
         self._scored = replace(schedule, shuffle=False, epochs=1)
         self._heldout_schedule = None
@@ -88,8 +85,7 @@ class TokenTrainer:
 
     def release(self) -> None:
         """Let go of the module that was trained last."""
-        self._engine: Engine[TokenTensors] | None = None
-        self._prepared: Anatomy | None = None
+        self._preparation.release()
         self._checked: Anatomy | None = None
         self.vocabulary: int | None = None
 
@@ -125,31 +121,14 @@ class TokenTrainer:
         Raises:
             ValueError: a plan took the module apart, and its parameters have been replaced, frozen or unfrozen since.
         """
-        engine, before = self._engine, self._prepared
-        if engine is not None and before is not None and before.is_of(module) and engine.device == device:
-            return engine
-        if self._plan is not None and engine is not None and engine.module is module:
-            raise ValueError(
-                f"parameters of the {type(module).__name__} were replaced, frozen or unfrozen after a plan took it "
-                "apart; fit the module of leaf.unshard() instead"
-            )
-        self._check(module, device)
-        self._engine = self._make_engine(module, device)
-        self._prepared = self._checked = Anatomy.of(module)
-        return self._engine
-
-    def _make_engine(self, module: nn.Module, device: torch.device) -> Engine[TokenTensors]:
-        if self._plan is not None:
-            return self._plan.engine(module, device)
-        call = wrap(
+        engine = self._preparation.engine(
             module,
-            wrapping=resolve_wrapping(self._parallel, self._ranks.world, device.type),
-            ranks=self._ranks,
-            device=device,
-            precision=self._precision,
-            activation_checkpointing=self._recompute,
+            device,
+            check=lambda: self._check(module, device),
+            loss_sum=lambda: self._objective(module).loss_sum,
         )
-        return DataParallelEngine(module, call, self._objective(module).loss_sum, world=self._ranks.world)
+        self._checked = Anatomy.of(module)
+        return engine
 
     def log_density_sum(self, module: nn.Module, device: torch.device) -> tuple[int, float]:
         """Return how many targets an epoch has, and the sum of their log-densities, over all ranks."""
@@ -185,9 +164,7 @@ class TokenTrainer:
     def _objective(self, module: nn.Module) -> NextToken:
         if self._plan is not None:
             return self._plan.objective(module)
-        # A sharded module computes in the precision that it was sharded with.
-        autocast = self._precision == "bf16" and sharding_of(module) is None
-        return NextToken(module, self._schedule.spec.targets, autocast=autocast)
+        return NextToken(module, self._schedule.spec.targets, autocast=self._preparation.autocasts(module))
 
     def _check(self, module: nn.Module, device: torch.device) -> None:
         """Check what the module returns, then every token against its vocabulary; one verdict for all ranks."""
@@ -195,11 +172,7 @@ class TokenTrainer:
             return
         vocab, error = 0, None
         try:
-            if sharding_of(module) is None:
-                module.to(device)
-            refuse_replaced_parameters(module)
-            if self._plan is None:
-                refuse_planned(module)
+            self._preparation.place(module, device)
             self._refuse_longer_windows(module)
             vocab = self._objective(module).vocabulary(module, self._schedule.spec.block, device)
         except Exception as caught:

@@ -7,9 +7,7 @@ knows the vocabulary, and one verdict is reached for all ranks before any of the
 
 from __future__ import annotations
 
-import importlib
-import json
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,22 +16,18 @@ from mixle.data.token_windows import validate_token_array
 from mixle.data.window_spec import Boundary, Targets, WindowSpec
 from mixle.models.streaming_transformer_leaf import StreamingTransformerLeaf, StreamingTransformerLeafEstimator
 from mixle.training import TrainingOptions, TrainingState
-from mixle.training.token_plan import TokenPlan
 from mixle.training.token_trainer import Follow, TokenTrainer
 from mixle.training.wrap import Parallel, Precision
-from mixle.utils.exact import require_choice, require_exact_bool, require_positive_int
+from mixle.utils.exact import require_exact_bool, require_positive_int
+from mixle.utils.parallel.execution import ContextMode, Execution, PipelineSchedule, compared
 from mixle.utils.parallel.planner import EncodedDataHandle
-from mixle.utils.parallel.process_group import COLLECTIVE_TIMEOUT_S, join, require_backend
+from mixle.utils.parallel.process_group import COLLECTIVE_TIMEOUT_S
 from mixle.utils.parallel.token_statistics import TokenStatistics
 
 if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["StreamingTokenEncodedData"]
-
-ContextMode = Literal["ring", "allgather"]
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-PLAN_MODULE = "mixle.experimental.tensor_pipeline_context_parallel.execution"
 
 
 class StreamingTokenEncodedData(EncodedDataHandle):
@@ -111,23 +105,20 @@ class StreamingTokenEncodedData(EncodedDataHandle):
     ) -> None:
         self._tokens = validate_token_array(token_ids)
         self._split = require_exact_bool(shard_by_rank, "shard_by_rank")
-        self._parallel: Parallel = require_choice(parallel, "parallel", ("auto", "ddp", "fsdp", "none"))
-        self._precision: Precision = require_choice(precision, "precision", ("fp32", "bf16"))
-        self._recompute = require_exact_bool(activation_checkpointing, "activation_checkpointing")
-        sizes = {"tp_size": tp_size, "pp_size": pp_size, "cp_size": cp_size}
-        self._axes: dict[str, Any] = {name: require_positive_int(size, name) for name, size in sizes.items()}
-        self._axes["cp_mode"] = require_choice(cp_mode, "cp_mode", ("ring", "allgather"))
-        self._axes["microbatches"] = (
-            None if microbatches is None else require_positive_int(microbatches, "microbatches")
+        self._execution = Execution(
+            parallel=parallel,
+            precision=precision,
+            activation_checkpointing=activation_checkpointing,
+            tp_size=tp_size,
+            pp_size=pp_size,
+            cp_size=cp_size,
+            cp_mode=cp_mode,
+            microbatches=microbatches,
+            pp_schedule=pp_schedule,
+            training=TrainingOptions() if training is None else training,
+            init_process_group=init_process_group,
+            backend=backend,
         )
-        self._axes["pp_schedule"] = require_choice(
-            pp_schedule, "pp_schedule", ("gpipe", "1f1b", "interleaved", "zero-bubble")
-        )
-        if self._axes["pp_size"] == 1 and microbatches not in (None, 1):
-            raise ValueError(f"microbatches={microbatches} needs a pipeline: pp_size above 1, or leave it out")
-        if not isinstance(training, (TrainingOptions, type(None))):
-            raise TypeError(f"training={training!r} must be a TrainingOptions or None")
-        self._options = TrainingOptions() if training is None else training
         self._spec = WindowSpec(block, targets, stride)
         self._order: dict[str, Any] = {
             "batch_size": batch_size,
@@ -138,30 +129,29 @@ class StreamingTokenEncodedData(EncodedDataHandle):
             "boundary": boundary,
         }
         self._check_as_one_process()
-        evaluation = self._options.evaluation
+        evaluation = self._execution.training.evaluation
         heldout = None if evaluation is None else validate_token_array(evaluation.data, "evaluation.data")
-        init = require_exact_bool(init_process_group, "init_process_group")
-        self._peers = join(
-            init_process_group=init,
-            backend=require_backend(backend),
-            alone=parallel in ("ddp", "fsdp"),
-            deadline_s=self._options.deadline_s,
-        )
+        self._peers = self._execution.join()
         self.rank, self.world = self._peers.rank, self._peers.world
         try:
             lengths = self._agree()
-            self._plan = self._make_plan()
+            self._plan = self._execution.plan(
+                self._peers,
+                batch_size=require_positive_int(batch_size, "batch_size"),
+                block=self._spec.block,
+                targets=self._spec.targets,
+            )
             self._replica = self.rank if self._plan is None else self._plan.replica
             self._schedule = self._make_schedule(lengths)
             self._trainer = TokenTrainer(
                 self._tokens,
                 self._schedule,
                 self._peers,
-                self._options,
+                self._execution.training,
                 heldout=heldout,
-                parallel=self._parallel,
-                precision=self._precision,
-                activation_checkpointing=self._recompute,
+                parallel=self._execution.parallel,
+                precision=self._execution.precision,
+                activation_checkpointing=self._execution.activation_checkpointing,
                 plan=self._plan,
             )
         except BaseException:
@@ -272,32 +262,17 @@ class StreamingTokenEncodedData(EncodedDataHandle):
 
     def _agree(self) -> list[int]:
         """Compare every rank's arguments, and return how many tokens each has."""
-        n = len(self._tokens)
         told = {**self._order, "block": self._spec.block, "targets": self._spec.targets, "stride": self._spec.stride}
-        told |= {"shard_by_rank": self._split, "parallel": self._parallel, "precision": self._precision, **self._axes}
-        mine = json.dumps([n, {name: repr(value) for name, value in told.items()} | self._options_told()])
-        everyone = [json.loads(t) for t in self._peers.exchange("sharding", mine, deadline_s=COLLECTIVE_TIMEOUT_S)]
-        lengths = [length for length, _ in everyone]
-        for rank, (length, arguments) in enumerate(everyone):
-            for name, value in arguments.items():
-                if value != everyone[0][1][name]:
-                    raise ValueError(f"{name}={value} on rank {rank}, but {everyone[0][1][name]} on rank 0")
+        told["shard_by_rank"] = self._split
+        arguments = {name: repr(value) for name, value in told.items()} | self._execution.told()
+        lengths: list[int] = compared(self._peers, "sharding", arguments, len(self._tokens))
+        for rank, length in enumerate(lengths):
             if self._split and length != lengths[0]:
                 raise ValueError(
                     f"token_ids has {length} tokens on rank {rank} and {lengths[0]} on rank 0; give every rank the "
                     "same array, or shard_by_rank=False"
                 )
         return lengths
-
-    def _options_told(self) -> dict[str, str]:
-        """Return what decides how a rank trains and which collective calls it makes, by name, to be compared."""
-        options, evaluation = self._options, self._options.evaluation
-        told: dict[str, object] = {"activation_checkpointing": self._recompute}
-        for name in ("gradient_accumulation", "max_grad_norm", "nonfinite", "deadline_s"):
-            told[name] = getattr(options, name)
-        heldout = "None" if evaluation is None else f"{evaluation!r} of {len(evaluation.data)} tokens"  # type: ignore[arg-type]
-        callbacks = "(...)" if options.callbacks else "()"  # how many there are is each rank's own affair
-        return {name: repr(value) for name, value in told.items()} | {"evaluation": heldout, "callbacks": callbacks}
 
     def _make_schedule(self, lengths: list[int]) -> Schedule:
         replicas = self.world if self._plan is None else self._plan.replicas
@@ -313,22 +288,6 @@ class StreamingTokenEncodedData(EncodedDataHandle):
                     )
             own = {"lengths": tuple(by_replica[replica] for replica in range(replicas))}
         return Schedule(self._spec, replicas=replicas, **own, **self._order)
-
-    def _make_plan(self) -> TokenPlan | None:
-        """Return how the ranks share a module, None if each has all of it."""
-        if all(self._axes[axis] == 1 for axis in ("tp_size", "pp_size", "cp_size")):
-            return None
-        made: TokenPlan = importlib.import_module(PLAN_MODULE).PlanExecution.of(
-            self._peers,
-            **self._axes,
-            batch_size=require_positive_int(self._order["batch_size"], "batch_size"),
-            block=self._spec.block,
-            targets=self._spec.targets,
-            parallel=self._parallel,
-            precision=self._precision,
-            activation_checkpointing=self._recompute,
-        )
-        return made
 
     def _leaf(
         self, module: nn.Module, estimator: StreamingTransformerLeafEstimator, state: TrainingState
