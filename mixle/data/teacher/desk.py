@@ -139,7 +139,7 @@ class Desk:
                 f"all {self.station.slot_count} slots are held by the reader; release() what was handed out, or have "
                 "more slots"
             )
-        packed = session.statistics(min(STATS_S, self.deadline_s))
+        packed = session.statistics(STATS_S)
         if packed is None:
             raise session.peer.unreachable(self.deadline_s)
         _require_worker(session, packed, self.deadline_s)

@@ -259,8 +259,9 @@ def test_time_outs_add_up_to_the_deadline(run):
 def test_a_model_that_nobody_serves_is_an_error_that_says_who_serves_what(run):
     run.start_broker()
     run.start_worker(counting(), patterns=("other*",), worker_id="w1")
-    with StudentClient(0, 2, CONFIG, deadline_s=0.5, **run.client) as client:
+    with StudentClient(0, 2, CONFIG, **run.client) as client:
         client.set_model("m")
+        client._desk.deadline_s = 0.1
         with pytest.raises(NoWorker, match=r"model 'm' \(generation 1\).*w1 .*other\*"):
             client.request_sample(60_000)
 
@@ -274,8 +275,9 @@ def test_a_slow_generator_is_no_missing_worker(run):
 
     run.start_broker()
     run.start_worker(slow)
-    with StudentClient(0, 1, CONFIG, deadline_s=0.1, **run.client) as client:
+    with StudentClient(0, 1, CONFIG, **run.client) as client:
         client.hello()
+        client._desk.deadline_s = 0.1
         assert client.request_sample(timeout_ms=400) is None
         go.set()
         with client.request_sample(20_000) as ref:
@@ -285,9 +287,10 @@ def test_a_slow_generator_is_no_missing_worker(run):
 def test_slots_that_the_reader_never_released_are_named_by_the_deadline(run):
     run.start_broker()
     run.start_worker(counting())
-    with StudentClient(0, 1, CONFIG, deadline_s=0.2, **run.client) as client:
+    with StudentClient(0, 1, CONFIG, **run.client) as client:
         held = client.request_sample(20_000)
         assert held is not None
+        client._desk.deadline_s = 0.1
         with pytest.raises(TeacherError, match="all 1 slots are held by the reader"):
             client.request_sample(20_000)
 
