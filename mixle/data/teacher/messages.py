@@ -246,10 +246,10 @@ _MEDIUM = _choice("shm", "file")
 
 _MODEL_ROW = _row(ModelState, _GENERATION, _MODEL_ID, _CFG, _bytes(0, 16))
 _IDENTITY = _row(ProcessIdentity, _text(16, HOST_ID), _integer(1, 2**31), _integer(0, 2**62))
-_ORDER = _range(_row(Order, _ORDER_ID, _FIRST, _COUNT, _TOKEN, _GENERATION), 1, 2)
+_ANY_ORDER = _range(_row(Order, _ORDER_ID, _FIRST, _COUNT, _TOKEN, _GENERATION), 1, 2)
 _PIECE = _range(_row(Piece, _ORDER_ID, _FIRST, _COUNT), 1, 2)
 _WORK_PIECE = _range(_row(WorkPiece, _TICKET, _integer(0, 2**32), _FIRST, _COUNT, _TOKEN, _GENERATION), 2, 3)
-_DONE_PIECE = _range(_row(DonePiece, _TICKET, _FIRST, _COUNT, _integer(0, 2), _optional(_TEXT)), 1, 2)
+_ANY_DONE_PIECE = _range(_row(DonePiece, _TICKET, _FIRST, _COUNT, _integer(0, 2), _optional(_TEXT)), 1, 2)
 _HELD_PIECE = _range(_row(HeldPiece, _TICKET, _SEGMENT_NAME, _FIRST, _COUNT, _TOKEN), 2, 3)
 _SEGMENT = _row(
     SegmentInfo,
@@ -263,6 +263,40 @@ _SEGMENT = _row(
     _DATA_KEY,
     _IDENTITY,
 )
+
+
+def _order(value: object) -> Order:
+    """Check an order as ``_ANY_ORDER`` does, which has the words for one that is wrong; a broker reads many."""
+    if type(value) is list and len(value) == 5:
+        order_id, first, count, token, generation = value
+        if (
+            type(order_id) is bytes
+            and len(order_id) == 8
+            and type(first) is type(count) is type(token) is type(generation) is int
+            and 0 <= first < first + count <= MAX_SLOTS
+            and 0 <= token <= U64
+            and 0 <= generation <= MAX_GENERATION
+        ):
+            return Order(order_id, first, count, token, generation)
+    checked_order: Order = _ANY_ORDER(value)
+    return checked_order
+
+
+def _done_piece(value: object) -> DonePiece:
+    """Check a report as ``_ANY_DONE_PIECE`` does, at once where it is one without a message."""
+    if type(value) is list and len(value) == 5:
+        ticket, first, count, outcome, message = value
+        if (
+            type(ticket) is bytes
+            and len(ticket) == 16
+            and type(first) is type(count) is type(outcome) is int
+            and 0 <= first < first + count <= MAX_SLOTS
+            and 0 <= outcome <= 2
+            and message is None
+        ):
+            return DonePiece(ticket, first, count, outcome, None)
+    checked_piece: DonePiece = _ANY_DONE_PIECE(value)
+    return checked_piece
 
 
 def checked(check: Check) -> Any:
@@ -388,7 +422,7 @@ class Request(Message):
     """Student: fill these slots. ``resent``: an earlier broker or connection may have passed them on already."""
 
     COMMAND = b"REQUEST"
-    orders: tuple[Order, ...] = checked(_rows(_ORDER, MAX_PIECES, at_least=1))
+    orders: tuple[Order, ...] = checked(_rows(_order, MAX_PIECES, at_least=1))
     resent: bool = checked(_flag)
 
 
@@ -458,7 +492,7 @@ class Done(Message):
     """Worker: what became of pieces, and the seconds that the generator took for them."""
 
     COMMAND = b"DONE"
-    pieces: tuple[DonePiece, ...] = checked(_rows(_DONE_PIECE, MAX_PIECES, at_least=1))
+    pieces: tuple[DonePiece, ...] = checked(_rows(_done_piece, MAX_PIECES, at_least=1))
     seconds: float = checked(_real(0.0, 1e9))
 
 

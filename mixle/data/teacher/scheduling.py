@@ -37,6 +37,7 @@ PIECE_SLOTS = 64
 BACK_OFF_S = 0.05
 LIVES = 10  # workers that may die with a part, or hand it back untouched, before it is given up
 SCANNED = 16
+TICKETS_DRAWN = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -193,6 +194,7 @@ class Scheduler:
         self._max_tries, self._order_timeout_s = max_tries, order_timeout_s
         self._holding_until = holding_until
         self._random = random
+        self._unused = b""
         self._turns = counter(1)
         self._waiting: dict[Student, None] = {}
         self._roomy: dict[Worker, None] = {}
@@ -293,15 +295,21 @@ class Scheduler:
     def silence_worker(self, worker: Worker, silent: bool) -> None:
         """Give nothing more to a worker that does not beat, and tell the students; or welcome it back."""
         worker.silent = silent
-        if silent:
-            for ticket in worker.tickets.values():
+        for ticket in worker.tickets.values():
+            if silent:
                 self._lose(ticket)
+            else:
+                ticket.lost = False
         self._note_room(worker)
 
     # What they say.
 
     def request(self, student: Student, orders: Iterable[Order], now: float, *, resent: bool = False) -> str | None:
-        """Queue orders; return what is wrong with the first that was refused, if any was."""
+        """Queue orders; return what is wrong with the first that was refused, if any was.
+
+        An order of slots that a worker has, as the broker knows, waits until that worker has reported them: their
+        student saw them complete, and has used them, already. Slots that were reported lost are given out at once.
+        """
         refusal = None
         again = 0
         for order in orders:
@@ -321,14 +329,13 @@ class Scheduler:
             elif resent:
                 self._queue_again(student, part, now)
                 again |= part.bits
-            elif taken & ~self._lost_slots(student):
+            elif taken & ~self._slots_at_workers(student):
                 refusal = refusal or f"slots {first} to {first + count - 1} of an order: some are in another order"
-            else:
+            else:  # their headers may say more than has been reported yet
                 for ticket in list(student.tickets.values()):
-                    if ticket.open & taken:
+                    if ticket.lost and ticket.open & taken:
                         self._close(ticket, ticket.open & taken)
-                student.occupied |= part.bits
-                self._queue_new(student, part, now, resent)
+                self._queue_again(student, part, now)
         if again:
             for ticket in student.tickets.values():
                 if ticket.lost and ticket.open & again:
@@ -632,12 +639,11 @@ class Scheduler:
             lost = messages.Lost(pieces=some, worker=ticket.worker.identity, dead=False)
             self._out.append((student, lost))
 
-    def _lost_slots(self, student: Student) -> int:
-        lost = 0
+    def _slots_at_workers(self, student: Student) -> int:
+        slots = 0
         for ticket in student.tickets.values():
-            if ticket.lost:
-                lost |= ticket.open
-        return lost
+            slots |= ticket.open
+        return slots
 
     def _adopt(self, worker: Worker, piece: messages.HeldPiece, now: float) -> None:
         """Take up what a worker has of an earlier broker, unless another worker has those slots by now."""
@@ -708,7 +714,7 @@ class Scheduler:
                 segment_id = worker.told[student] = worker.next_segment_id
                 worker.next_segment_id += 1
                 segments.append(student.info._replace(segment_id=segment_id))
-            name = self._random(16)
+            name = self._new_ticket()
             ticket = Ticket(name, worker, student, student.segment, part, part.bits, now)
             worker.tickets[name] = student.tickets[name] = ticket
             worker.outstanding += part.count
@@ -720,6 +726,13 @@ class Scheduler:
         worker.told_model = self.model
         self._out.append((worker, messages.Work(model=model, pieces=tuple(pieces), segments=tuple(segments))))
         return True
+
+    def _new_ticket(self) -> bytes:
+        """Return 16 bytes that nobody can guess; the system is asked for many at a time."""
+        if not self._unused:
+            self._unused = self._random(16 * TICKETS_DRAWN)
+        name, self._unused = self._unused[:16], self._unused[16:]
+        return name
 
     def _pop(self, student: Student, worker: Worker, size: int) -> Part | None:
         """Take up to ``size`` slots of a student's next part that ``worker`` should try."""

@@ -42,7 +42,7 @@ def directory(tmp_path):
 def busy(directory):
     """A broker with a student and a worker that has made one sample and has another."""
     with (
-        Broker(directory=directory) as broker,
+        Broker(directory=directory, timeout_s=600.0) as broker,
         RawStudent(broker.endpoints.frontend) as student,
         RawWorker(broker.endpoints.backend, worker_id='the "fast" one', prefetch=1) as worker,
     ):

@@ -314,6 +314,21 @@ def test_a_slot_is_in_one_order_at_a_time():
     assert scheduler.queued == 4
 
 
+def test_an_order_of_a_slot_that_is_complete_but_not_reported_waits_for_the_report():
+    asking, working = student(), worker(prefetch=1)
+    scheduler = scheduler_with(asking, working)
+    scheduler.request(asking, [order(0)], 0.0)
+    pieces = given_to(scheduler.take(0.0), working)
+    early = order(0, token=99)
+    assert scheduler.request(asking, [early], 0.0) is None
+    assert scheduler.take(0.0) == []
+    report(scheduler, working, pieces)
+    [(_, work)] = scheduler.take(0.0)
+    assert work.pieces[0].token == 99
+    report(scheduler, working, work.pieces)
+    assert told(scheduler.take(0.0), asking) == [messages.Complete(pieces=((early.order_id, 0, 1),))]
+
+
 def test_a_switch_drops_what_is_queued_and_what_comes_of_the_older_generation():
     asking, working = student(), worker(prefetch=1)
     scheduler = scheduler_with(asking, working)
@@ -501,7 +516,7 @@ class Play:
         *("order",) * 6,
         *("work",) * 8,
         *("join_student", "join_worker", "kill_worker", "kill_student", "hush", "speak"),
-        *("cancel", "switch", "wait", "rejoin_worker", "rejoin_student", "restart_broker"),
+        *("cancel", "switch", "wait", "rejoin_worker", "rejoin_student", "restart_broker", "order_early"),
     )
 
     def join_student(self) -> None:
@@ -536,6 +551,19 @@ class Play:
         for i in range(size):
             token = (made.token + i) % 2**64
             self.open[one][first + i] = Order(made.order_id, first + i, 1, token, made.generation)
+
+    def order_early(self) -> None:
+        """Order slots again that are complete in memory and not reported yet."""
+        if not self.students:
+            return
+        one = self.dice.choice(self.students)
+        early = [slot for slot in self.open[one] if (one.segment, slot) in self.writers]
+        early = [slot for slot in early if self.writers[one.segment, slot] not in self.silent]
+        if early:
+            slot = self.dice.choice(early)
+            made = order(slot, generation=self.scheduler.model.generation, token=self.dice.getrandbits(64))
+            self.open[one][slot] = made
+            assert self.scheduler.request(one, [made], self.now) is None
 
     def work(self) -> None:
         busy = [one for one in self.workers if self.has[one] and one not in self.silent]
