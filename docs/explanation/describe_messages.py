@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from mixle.data.teacher import layout, messages, network, routing
 
@@ -83,8 +83,7 @@ def lines() -> Iterator[str]:
         kind, checks = row_of(check)
         yield f"**{kind.__name__}**: {summary(kind)}"
         yield ""
-        items = zip(kind._fields, checks, strict=True)
-        yield from table(("item", "value"), [(f"`{name}`", words(inner)) for name, inner in items])
+        yield from table(("item", "value"), described(kind, dict(zip(kind._fields, checks, strict=True))))
     yield "### Samples over the network"
     yield ""
     magic, size = network.MAGIC.decode(), network.HEAD.size
@@ -128,7 +127,7 @@ def message(kind: type[messages.Message]) -> Iterator[str]:
         yield "No fields."
         yield ""
         return
-    yield from table(("field", "value"), [(f"`{one.name}`", words(one.metadata["check"])) for one in own])
+    yield from table(("field", "value"), described(kind, {one.name: one.metadata["check"] for one in own}))
 
 
 def mention(kind: type[messages.Message], socket: str) -> Iterator[str]:
@@ -153,17 +152,22 @@ def named(target: str) -> str:
     return KINDS[target].COMMAND.decode() if target in KINDS else target
 
 
-def words(check: Callable[[object], Any]) -> str:
-    """Say in words what a check lets pass."""
+def described(kind: type, checks: dict[str, Callable[[object], Any]]) -> list[tuple[str, str]]:
+    hints = get_type_hints(kind)
+    return [(f"`{name}`", words(check, hints[name])) for name, check in checks.items()]
+
+
+def words(check: Callable[[object], Any], hint: Any) -> str:
+    """Say in words what a check lets pass; ``hint`` is the type of what it returns."""
     inside = inspect.getclosurevars(check).nonlocals
-    if row_of(check) is not None:
-        return f"a {row_of(check)[0].__name__}"
+    row = next((kind.__name__ for kind in (hint, *get_args(hint)) if hasattr(kind, "_fields")), None)
     if "limit" in inside and "inner" in inside:
-        low, high, inner = inside["at_least"], inside["limit"], inside["inner"]
-        of = f"{row_of(inner)[0].__name__} rows" if row_of(inner) else f"values, each {words(inner)}"
-        return f"{low} to {high:,} {of}"
+        of = f"{row} rows" if row else f"values, each {words(inside['inner'], None)}"
+        return f"{inside['at_least']} to {inside['limit']:,} {of}"
     if set(inside) == {"inner"}:
-        return f"{words(inside['inner'])}; or nil"
+        return f"a {row}; or nil" if row else f"{words(inside['inner'], None)}; or nil"
+    if row:
+        return f"a {row}"
     try:
         check(object())
     except messages.ProtocolError as error:
