@@ -222,17 +222,21 @@ class Session:
             raise RuntimeError("the session is closed; make another to go on")
         if self.role == "syncer":
             raise RuntimeError('role="syncer" closes rounds and does not train; use role="both"')
-        if self._site is None:
-            self._step(samples)
-            return
-        if self._rank:
+        if self._rank and self._site is not None:
             # Checked only after the ranks have met, since one that stays away would leave the others waiting.
             self._heed(self._site.follow())
             require_positive_int(samples, "samples")
+            return
+        learner = self._learner
+        assert learner is not None
+        before = learner.published
+        if self._site is None:
+            learner.step(samples)
         else:
-            before = -1 if self._learner is None else self._learner.published
             with self._site.speaking(lambda: self._told(before)):
-                self._step(samples)
+                learner.step(samples)
+        if self._folder is not None and learner.published != before:
+            self._keep(learner)
 
     def run(
         self, train_step: Callable[[B], Any], batches: Iterable[B], *, samples: Callable[[B], int] | None = None
@@ -297,13 +301,11 @@ class Session:
         limit = require_finite_float(flush_s, "flush_s", minimum=0.0)
         self._closed, self._flushed = True, False
         try:
-            self._together(lambda: self._finish(limit), self._told_at_end, self._heed_end)
+            self._together(lambda: self._flush(limit), self._told_at_end, self._heed_end)
+            if self._flushed and self._folder is not None and self._learner is not None:
+                self._keep(self._learner)
         finally:
-            atexit.unregister(self._close_at_exit)
-            if self._handles_sigterm:
-                release_sigterm()
-            if self._folder is not None:
-                self._folder.close()
+            self._go()
         return self._flushed
 
     def __enter__(self) -> Self:
@@ -314,29 +316,32 @@ class Session:
     ) -> None:
         if kind is None:
             self.close()
-        elif self._site is None:
-            self.close(flush_s=HASTY_FLUSH_S)
         else:
-            self._abandon()  # the other ranks may be elsewhere: nothing here can be collective
+            self.abandon()
 
-    def _finish(self, flush_s: float) -> None:
-        try:
-            self._flushed = self._flush(flush_s if self.algorithm.flush_on_close else 0.0)
-            if self._flushed and self._folder is not None and self._learner is not None:
-                self._keep(self._learner)
-        finally:
-            self._leave()
+    def abandon(self) -> None:
+        """Leave without waiting for long, as after an error; on several ranks, without waiting for the others.
 
-    def _flush(self, flush_s: float) -> bool:
+        Those may be elsewhere, so what they have not published is lost, which an ``unflushed`` event says.
+        """
+        if self._site is None:
+            self.close(flush_s=HASTY_FLUSH_S)
+            return
+        if self._closed:
+            return
+        self._closed = True
+        self._flushed = self._all_is_merged()
+        self._go()
+
+    def _flush(self, flush_s: float) -> None:
         """Bring what this site trained into commits, as long as time lasts."""
         learner = self._learner
-        if learner is None:
-            return True
-        try:
-            learner.flush(flush_s, poll_s=min(self._poll, 0.5))
-        except Exception as error:  # what stopped the session was raised by step(), and leaving goes on
-            self._report("store", None, {"error": f"{type(error).__name__}: {error}"})
-        return self._all_is_merged()
+        if learner is not None:
+            try:
+                learner.flush(flush_s if self.algorithm.flush_on_close else 0.0, poll_s=min(self._poll, 0.5))
+            except Exception as error:  # what stopped the session was raised by step(), and leaving goes on
+                self._report("store", None, {"error": f"{type(error).__name__}: {error}"})
+        self._flushed = self._all_is_merged()
 
     def _all_is_merged(self) -> bool:
         """Tell whether commits hold every step; if not, say loudly how many are lost."""
@@ -346,49 +351,29 @@ class Session:
             self._report("unflushed", None, {"steps": lost, "of": learner.tally.steps})
         return not lost
 
-    def _leave(self) -> None:
-        assert self._member is not None
-        self._thread.stop(self._info().to_bytes())
-        self._save_published()
-        self._report("left", self._member.node.newest, {})
-
-    def _abandon(self) -> None:
-        """Close without the other ranks: what was not published is lost."""
-        if self._closed:
-            return
-        self._closed = True
+    def _go(self) -> None:
+        """Undo what the constructor did."""
         atexit.unregister(self._close_at_exit)
         if self._handles_sigterm:
             release_sigterm()
         if self._member is not None:
-            self._flushed = self._all_is_merged()
-            self._leave()
+            self._thread.stop(self._info().to_bytes())
+            self._save_published()
+            self._report("left", self._member.node.newest, {})
         if self._folder is not None:
             self._folder.close()
 
     def _close_at_exit(self) -> None:
-        if os.getpid() != self._pid:  # a forked child has the session's memory, and neither its threads nor its lease
-            return
-        if self._site is None:
-            self.close(flush_s=HASTY_FLUSH_S)
-        else:
-            self._abandon()
+        if os.getpid() == self._pid:  # a forked child has the session's memory, and neither its threads nor its lease
+            self.abandon()
 
     # ---- what rank 0 does
 
-    def _step(self, samples: object) -> None:
-        learner = self._learner
-        assert learner is not None
-        if self._folder is None:
-            learner.step(samples)
-            return
-        before = learner.published
-        learner.step(samples)
-        if learner.published != before:
-            self._keep(learner)
-
     def _keep(self, learner: Learner) -> None:
-        """Copy the state that belongs to a snapshot; it is saved once that is published."""
+        """Copy the state that belongs to a snapshot; it is saved once that is published.
+
+        The other ranks do it at the same time, so that ``state()`` may be a collective call.
+        """
         state = None if self._state is None else frozen(self._state())
         assert self.learner_id is not None
         steps, samples = learner.tally.steps, learner.tally.tokens

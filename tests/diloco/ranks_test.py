@@ -196,7 +196,7 @@ def test_a_rank_without_the_state_that_rank_0_goes_on_from_says_so(tmp_path):
     first, second = site(again)
     assert isinstance(second, ValueError)
     assert "state_dir of rank 1 lacks the state after 5 steps" in str(second)
-    first._abandon()
+    first.abandon()
 
 
 def test_all_ranks_are_aligned_to_a_run():
