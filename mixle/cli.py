@@ -24,7 +24,8 @@ def build_app() -> typer.Typer:
         ImportError: the ``cli`` extra is not installed.
     """
     for module in ("typer", "rich", "matplotlib"):
-        optional_import(module, extra="cli")
+        if importlib.util.find_spec(module) is None:  # matplotlib takes 18 MB, and only a plot needs it
+            optional_import(module, extra="cli")
     import typer
 
     from mixle.lm.command import lm

@@ -6,18 +6,12 @@ import importlib
 import os
 import resource
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
 
 from mixle.data.teacher.broker import Broker
 from mixle.data.teacher.cleanup import clean as clean_segments
@@ -25,10 +19,8 @@ from mixle.data.teacher.errors import TeacherError
 from mixle.data.teacher.keys import Keys, require_keys
 from mixle.data.teacher.log_setup import setup_logging
 from mixle.data.teacher.run import DIRECTORY_VARIABLE, forget_stopped_runs, require_endpoint
-from mixle.data.teacher.stats import BrokerStats
 from mixle.data.teacher.stats_client import StatsClient
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 teacher = typer.Typer(
@@ -138,6 +130,9 @@ def stats(
     deadline: Annotated[float, typer.Option(help="Seconds to wait for the broker.", min=0.01)] = 5.0,
 ) -> None:
     """Watch a run: queues, workers, rates, latencies, what was dropped and tried again."""
+    from mixle.data.teacher.metrics_server import metrics_server  # here, as the broker must stay small
+    from mixle.data.teacher.stats_table import print_table, watch
+
     with _told():
         if once + prometheus + (serve is not None) > 1:
             raise ValueError("give one of --once, --prometheus and --serve")
@@ -148,13 +143,13 @@ def stats(
             if prometheus:
                 typer.echo(client.ask(deadline).prometheus(), nl=False)
             elif once:
-                Console().print(table(client.ask(deadline)))
+                print_table(client.ask(deadline))
             elif address is not None:
                 with metrics_server(address, lambda: client.ask(deadline)) as server:
                     typer.echo(f"http://{address[0]}:{server.server_port}/metrics")
                     server.serve_forever()
             else:
-                _watch(client, interval, deadline)
+                watch(lambda: client.ask(deadline), interval)
 
 
 @teacher.command("keys")
@@ -202,92 +197,11 @@ def import_function(name: str) -> Callable[..., Any]:
     return found
 
 
-def table(figures: BrokerStats) -> Group:
-    """Return the figures as tables."""
-    summary = Table(title=f"run {figures.run_id}, broker process {figures.pid}", show_header=False)
-    for label, value in (
-        ("up", f"{figures.uptime_s:,.0f} s"),
-        ("model", f"{figures.model_id!r}, generation {figures.generation}"),
-        ("leader", figures.leader or "none yet"),
-        ("queued / at workers", f"{figures.queued:,} / {figures.working:,}"),
-        ("completed", f"{figures.completed:,} ({figures.rate:,.1f} per second)"),
-        ("latency p50 / p99", f"{_milliseconds(figures.latency_p50_s)} / {_milliseconds(figures.latency_p99_s)}"),
-        ("failed / retried", f"{figures.failed:,} / {figures.retried:,}"),
-        ("given to another worker", f"{figures.requeued:,}"),
-        ("stale dropped / cancelled / lost", f"{figures.stale_dropped:,} / {figures.cancelled:,} / {figures.lost:,}"),
-        (
-            "garbage / strangers / keys refused",
-            f"{figures.garbage:,} / {figures.strangers:,} / {figures.keys_refused:,}",
-        ),
-    ):
-        summary.add_row(label, value)
-    workers = Table(title=f"workers: {figures.workers_registered}, serving this model: {figures.workers_serving}")
-    for heading in ("worker", "process", "state", "models", "has", "completed", "failed", "per second"):
-        workers.add_column(heading)
-    for row in figures.workers:
-        counts = (f"{row.outstanding:,}", f"{row.completed:,}", f"{row.failed:,}", f"{row.rate:,.1f}")
-        workers.add_row(row.worker, row.process, row.state, row.patterns, *counts)
-    students = Table(title=f"students: {figures.students_registered}")
-    for heading in ("student", "process", "rank", "slots", "queued", "at workers", "completed", "failed", "state"):
-        students.add_column(heading)
-    for one in figures.students:
-        numbers = (one.rank, one.slots, one.queued, one.working, one.completed, one.failed)
-        state = "silent" if one.silent else ""
-        students.add_row(one.student[:8], one.process, *(f"{number:,}" for number in numbers), state)
-    return Group(summary, workers, students)
-
-
-@contextmanager
-def metrics_server(address: tuple[str, int], ask: Callable[[], BrokerStats]) -> Iterator[ThreadingHTTPServer]:
-    """Yield an HTTP server of ``/metrics`` that asks anew for each request; the caller runs it."""
-    one_at_a_time = threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path != "/metrics":
-                self.send_error(404)
-                return
-            try:
-                with one_at_a_time:
-                    body = ask().prometheus().encode()
-            except TeacherError as error:
-                self.send_error(503, str(error))
-                return
-            self.send_response(200)
-            self.send_header("Content-Type", CONTENT_TYPE)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Keep the terminal clear."""
-
-    server = ThreadingHTTPServer(address, Handler)
-    try:
-        yield server
-    finally:
-        server.server_close()
-
-
 def _loopback_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if host not in LOOPBACK or not port.isdigit() or int(port) > 65_535:
         raise ValueError(f"--serve={text!r} must be 127.0.0.1:PORT; others may reach it through a proxy of yours")
     return "127.0.0.1" if host == "localhost" else host.strip("[]"), int(port)
-
-
-def _watch(client: StatsClient, interval: float, deadline: float) -> None:
-    try:
-        with Live(table(client.ask(deadline)), refresh_per_second=10, screen=False) as live:
-            while True:
-                time.sleep(interval)
-                live.update(table(client.ask(deadline)))
-    except KeyboardInterrupt:
-        return
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:,.2f} ms"
 
 
 def _raise_descriptor_limit() -> None:

@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 from mixle.cli import build_app
 from mixle.data.teacher import messages
 from mixle.data.teacher.broker import Broker
-from mixle.data.teacher.command import import_function, metrics_server
+from mixle.data.teacher.command import import_function
 from mixle.data.teacher.errors import BrokerUnreachable
 from mixle.data.teacher.keys import Keys
+from mixle.data.teacher.metrics_server import metrics_server
 from mixle.data.teacher.stats_client import StatsClient
 
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,67 @@
+"""A broker's figures on the terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+from mixle.data.teacher.stats import BrokerStats
+
+
+def print_table(figures: BrokerStats) -> None:
+    """Print the figures once."""
+    Console().print(table(figures))
+
+
+def watch(ask: Callable[[], BrokerStats], interval: float) -> None:
+    """Show the figures that ``ask`` returns, anew every ``interval`` seconds, until Ctrl-C."""
+    try:
+        with Live(table(ask()), auto_refresh=False) as live:
+            while True:
+                time.sleep(interval)
+                live.update(table(ask()), refresh=True)
+    except KeyboardInterrupt:
+        return
+
+
+def table(figures: BrokerStats) -> Group:
+    """Return the figures as tables."""
+    summary = Table(title=f"run {figures.run_id}, broker process {figures.pid}", show_header=False)
+    for label, value in (
+        ("up", f"{figures.uptime_s:,.0f} s"),
+        ("model", f"{figures.model_id!r}, generation {figures.generation}"),
+        ("leader", figures.leader or "none yet"),
+        ("queued / at workers", f"{figures.queued:,} / {figures.working:,}"),
+        ("completed", f"{figures.completed:,} ({figures.rate:,.1f} per second)"),
+        ("latency p50 / p99", f"{_milliseconds(figures.latency_p50_s)} / {_milliseconds(figures.latency_p99_s)}"),
+        ("failed / retried", f"{figures.failed:,} / {figures.retried:,}"),
+        ("given to another worker", f"{figures.requeued:,}"),
+        ("stale dropped / cancelled / lost", f"{figures.stale_dropped:,} / {figures.cancelled:,} / {figures.lost:,}"),
+        (
+            "garbage / strangers / keys refused",
+            f"{figures.garbage:,} / {figures.strangers:,} / {figures.keys_refused:,}",
+        ),
+    ):
+        summary.add_row(label, value)
+    workers = Table(title=f"workers: {figures.workers_registered}, serving this model: {figures.workers_serving}")
+    for heading in ("worker", "process", "state", "models", "has", "completed", "failed", "per second"):
+        workers.add_column(heading)
+    for row in figures.workers:
+        counts = (f"{row.outstanding:,}", f"{row.completed:,}", f"{row.failed:,}", f"{row.rate:,.1f}")
+        workers.add_row(row.worker, row.process, row.state, row.patterns, *counts)
+    students = Table(title=f"students: {figures.students_registered}")
+    for heading in ("student", "process", "rank", "slots", "queued", "at workers", "completed", "failed", "state"):
+        students.add_column(heading)
+    for one in figures.students:
+        numbers = (one.rank, one.slots, one.queued, one.working, one.completed, one.failed)
+        state = "silent" if one.silent else ""
+        students.add_row(one.student[:8], one.process, *(f"{number:,}" for number in numbers), state)
+    return Group(summary, workers, students)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:,.2f} ms"
