@@ -1,7 +1,11 @@
-"""The records that nodes read from one another: small JSON objects whose every field is checked as it is read."""
+"""The records that nodes read from one another: small JSON objects, sealed, whose every field is checked as it is read.
+
+The seal finds what decayed; the checks are for what was never right.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -61,28 +65,38 @@ class PayloadRef:
         return cls(key, fields.count("nbytes", PAYLOAD_LIMIT))
 
 
+def sealed(fields: Mapping[str, Any]) -> bytes:
+    """Return a record of these fields: compact JSON with sorted keys, the format, and the sha256 of all that."""
+    body = {"format": FORMAT, **fields}
+    return _compact({"sha256": hashlib.sha256(_compact(body)).hexdigest(), **body})
+
+
+def _compact(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
+
+
 class _Record:
     """What every record does: to bytes and back."""
 
     def to_bytes(self) -> bytes:
-        return json.dumps({"format": FORMAT, **self._payload()}, separators=(",", ":"), sort_keys=True).encode()
-
-    def _payload(self) -> dict[str, Any]:
-        return asdict(self)  # type: ignore[call-overload]
+        return sealed(asdict(self))  # type: ignore[call-overload]
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Return the record that ``data`` holds.
 
         Raises:
-            MalformedRecord: it holds none, or one of another format; says which field is wrong.
+            MalformedRecord: it holds none, or one of another format, or one that has decayed; says what is wrong.
         """
         try:
             value = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise MalformedRecord(f"not JSON: {error}") from None
-        if not isinstance(value, dict) or value.pop("format", None) != FORMAT:
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise MalformedRecord(f"not a record of format {FORMAT}")
+        if value.pop("sha256", None) != hashlib.sha256(_compact(value)).hexdigest():
+            raise MalformedRecord("it does not have the sha256 that it names")
+        del value["format"]
         return cls._parse(value)
 
     @classmethod
