@@ -7,6 +7,7 @@ its commit, and never outlasts the time to the next round (Decoupled DiLoCo, arX
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 from statistics import median_low
 
 from mixle.utils.exact import require_finite_float, require_positive_int
@@ -40,7 +41,10 @@ class RunningMedian:
         Raises:
             TypeError, ValueError: it is not a finite number of at least 0.
         """
-        self._values.append(require_finite_float(seconds, "seconds", minimum=0.0))
+        if type(seconds) is float and 0.0 <= seconds < inf:  # every training step comes here
+            self._values.append(seconds)
+        else:
+            self._values.append(require_finite_float(seconds, "seconds", minimum=0.0))
 
     @property
     def value(self) -> float | None:

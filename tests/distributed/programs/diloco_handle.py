@@ -1,7 +1,8 @@
 """One site of a run: a torchrun job that trains on its share of the tokens, meets the other site, and reports.
 
-Arguments: the mailbox, the site's name (a or b), how its ranks train (ddp or fsdp), what happens (``train``; ``killed``:
-in the middle, all its processes; ``until-b``: train until site b has come a second time), and a folder for its state.
+Arguments: the mailbox, the site's name (a or b), how its ranks train (ddp or fsdp), what happens, and a folder for its
+state. What happens: ``train``; ``killed``, in the middle, all its processes; ``until-b``, train until site b has come a
+second time.
 """
 
 from __future__ import annotations
