@@ -28,6 +28,7 @@ def build_app() -> typer.Typer:
             optional_import(module, extra="cli")
     import typer
 
+    from mixle.diloco.command import diloco
     from mixle.lm.command import lm
 
     app = typer.Typer(
@@ -40,6 +41,7 @@ def build_app() -> typer.Typer:
 
     app.command("lm")(lm)
     app.command("plan")(importlib.import_module(PLAN_COMMAND).plan)
+    app.add_typer(diloco, name="diloco")
     if all(importlib.util.find_spec(module) for module in TEACHER_MODULES):
         from mixle.data.teacher.command import teacher
 
