@@ -36,7 +36,18 @@ def modules_loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["mixle", "mixle.stats", "mixle.inference", "mixle.utils.parallel", "mixle.cli"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "mixle",
+        "mixle.stats",
+        "mixle.inference",
+        "mixle.utils.parallel",
+        "mixle.cli",
+        "mixle.data.teacher",
+        "mixle.diloco",
+    ],
+)
 def test_importing_loads_nothing_that_is_optional_or_slow(module):
     assert modules_loaded_by(f"import {module}") & HEAVY == set()
 

@@ -10,7 +10,7 @@ from mixle.data.teacher.errors import BrokerUnreachable, NoWorker, TeacherError
 from mixle.data.teacher.fence import Fence
 from mixle.data.teacher.session import OnEvent, Session
 from mixle.data.teacher.station import Station
-from mixle.data.teacher.stats import BrokerStats
+from mixle.data.teacher.stats import SERVING, BrokerStats
 
 __all__ = ["Desk"]
 
@@ -146,10 +146,17 @@ class Desk:
 
 
 def _require_worker(session: Session, packed: bytes, deadline_s: float) -> None:
-    """Raise a ``NoWorker`` that says what the broker knows, unless a worker can serve the model."""
+    """Raise a ``NoWorker`` that says what the broker knows, unless a worker can make what is asked for."""
     stats = BrokerStats.unpack(packed)
     if stats.workers_serving:
-        return
+        needed = session.station.layout.packed_bytes
+        serving = [row.slot_size for row in stats.workers if row.state in SERVING]
+        if not serving or max(serving) >= needed or len(stats.workers) < stats.workers_registered:
+            return
+        raise NoWorker(
+            f"a sample has {needed} bytes, and the workers that serve model {stats.model_id!r} at "
+            f"{session.station.frontend} make at most {max(serving)}: start them with slot_size={needed}"
+        )
     known = ", ".join(f"{row.worker} ({row.state}, serves {row.patterns})" for row in stats.workers[:8])
     raise NoWorker(
         f"no worker served model {stats.model_id!r} (generation {stats.generation}) at {session.station.frontend} "

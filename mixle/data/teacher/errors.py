@@ -36,10 +36,6 @@ class GeneratorFailed(TeacherError):
     """A generator raised, or returned something that is not a sample, as often as the broker would try."""
 
 
-class StaleGeneration(TeacherError):
-    """A sample of an older generation was asked for."""
-
-
 class LeaderRefused(TeacherError):
     """The model may be switched by the leader only; the message names who that is."""
 

@@ -258,6 +258,7 @@ class Routing:
                         failed=entry.failed,
                         rate=round(peer.rate, 3),
                         seconds=entry.seconds,
+                        slot_size=entry.slot_size,
                     )
                 )
         latencies = sorted(scheduler.latencies)
@@ -460,7 +461,7 @@ class Routing:
         peer = self._sessions.get(asked.session)
         if peer is None or peer.name != asked.student_id or not isinstance(peer.entry, Student):
             self._strangers += 1
-            refuse("refused", "this student is not registered; say HELLO first")
+            refuse("identity", "this student is not registered; say HELLO first")
         elif peer.rank != 0 or asked.rank != 0:
             refuse("leader", f"rank {max(peer.rank, asked.rank)} may not switch the model; rank 0 leads")
         elif self._leader is not None and self._leader is not peer:

@@ -10,6 +10,7 @@ from mixle.data.teacher.errors import ProtocolError
 from mixle.utils.optional_import import optional_import
 
 MAX_ROWS = 256  # of each kind in one answer, which must fit a message
+SERVING = ("idle", "busy")  # states of workers that beat and serve the model
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,10 @@ class StudentStats:
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """One worker; counts are slots, ``rate`` is samples per second lately, ``seconds`` what one sample takes."""
+    """One worker; counts are slots, ``rate`` is samples per second lately, ``seconds`` what one sample takes.
+
+    ``slot_size`` is the largest sample that it makes, in bytes.
+    """
 
     worker: str
     process: str
@@ -40,6 +44,7 @@ class WorkerStats:
     failed: int
     rate: float
     seconds: float | None
+    slot_size: int
 
 
 @dataclass(frozen=True)

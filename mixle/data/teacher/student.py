@@ -244,7 +244,7 @@ class StudentClient:
             match self._ask_control(request, min(left, RESEND_S)):
                 case messages.Model(model=model):
                     return model
-                case messages.Error(kind="identity" | "refused") if unknown < REGISTRATIONS:
+                case messages.Error(kind="identity") if unknown < REGISTRATIONS:
                     unknown += 1  # a new broker does not know the session yet, which registers anew by itself
                     session.hear(min(left, session.welcome.heartbeat_s))
                 case messages.Error() as error:

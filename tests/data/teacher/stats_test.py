@@ -17,7 +17,7 @@ def figures(**changes: object) -> BrokerStats:
     return BrokerStats(**{**values, **changes})
 
 
-WORKER = WorkerStats('a"b\\c\nd', "h/1", "idle", "*", 0, 5, 0, 2.5, None)
+WORKER = WorkerStats('a"b\\c\nd', "h/1", "idle", "*", 0, 5, 0, 2.5, None, 4096)
 STUDENT = StudentStats("s" * 32, "h/2", 0, 8, 1, 2, 3, 0, False)
 
 

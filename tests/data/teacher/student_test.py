@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from raw_teacher_peers import until
 from teacher_run import CONFIG, free_ports, sample, teacher_run
 
 from mixle.data.teacher.batch_ref import BatchRef
@@ -264,6 +265,24 @@ def test_a_model_that_nobody_serves_is_an_error_that_says_who_serves_what(run):
         client._desk.deadline_s = 0.1
         with pytest.raises(NoWorker, match=r"model 'm' \(generation 1\).*w1 .*other\*"):
             client.request_sample(60_000)
+
+
+def test_workers_that_make_smaller_samples_are_an_error_with_both_sizes_and_one_that_fits_is_enough(run):
+    broker = run.start_broker()
+    run.start_worker(counting(), slot_size=19)
+    run.start_worker(counting(), slot_size=7)
+    until(lambda: broker.stats.workers_serving == 2, "the registration of both")
+    with StudentClient(0, 2, CONFIG, **run.client) as client:
+        client.hello()
+        client._desk.deadline_s = 0.1
+        with pytest.raises(
+            NoWorker, match=r"a sample has 20 bytes, and .* make at most 19: start them with slot_size=20"
+        ):
+            client.request_sample(60_000)
+        client._desk.deadline_s = 30.0
+        run.start_worker(counting(), slot_size=20)
+        with client.request_sample(30_000) as ref:
+            assert ref.generation == 0
 
 
 def test_a_slow_generator_is_no_missing_worker(run):
