@@ -111,6 +111,7 @@ def join(
             algorithm,
             versions,
             newest=newest,
+            at=[version.round for version in held],
             learner=learner,
             closes=_closes(role, peers),
             embeddings=frozenset(run.embeddings),

@@ -76,8 +76,9 @@ class Node:
         name: its id.
         exchange: the run in the mailbox.
         algorithm: of the run.
-        versions: the fragments as they are there; each is held, and the learner is at it.
+        versions: the fragments as they are there.
         newest: the newest committed round, -1 if there is none.
+        at: the rounds of the versions that the learner is at, by fragment; negative for the base.
         learner: the training half; None for a node that only closes rounds.
         closes: tells whether it closes rounds now.
         embeddings: names that :class:`~mixle.diloco.merge.Rda` merges by the mean.
@@ -98,6 +99,7 @@ class Node:
         versions: Versions,
         *,
         newest: int,
+        at: Sequence[int],
         learner: Learner | None,
         closes: Callable[[], bool],
         embeddings: frozenset[str],
@@ -112,7 +114,7 @@ class Node:
         self._closer = Closer(name, exchange, algorithm, versions, embeddings=embeddings, report=report)
         self._peers, self._clock, self._report = peers, clock, report
         self.speeds: dict[str, float | None] = {}
-        self._at = [versions.newest(fragment, newest).round for fragment in range(algorithm.fragments)]
+        self._at = list(at)
         self._own: dict[int, _Own] = {}
         self._residuals: list[bytes | None] = [None] * algorithm.fragments
         self._encoded: tuple[Captured, bytes | None, _Own] | None = None

@@ -242,11 +242,12 @@ class Gate:
             if site.operations == at and site.life == 0:
                 site.run.disturbed.append(site.process.world.now)
                 site.process.pause(seconds)
-        result = act()
-        if last:
-            site.crash()
-            raise Killed
-        return result
+        try:
+            return act()
+        finally:
+            if last:
+                site.crash()
+                raise Killed
 
 
 class Site:
