@@ -25,6 +25,7 @@ PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 256 * 1024
 MAX_SLOTS = 65_536
 MAX_PIECES = 1_024
+MAX_PREFETCH = 16  # pieces of work, each of at most 64 slots unless the worker makes larger batches
 MAX_PATTERNS = 64
 MAX_PATTERN_BYTES = 256
 MAX_MODEL_ID_BYTES = 1_024
@@ -364,7 +365,7 @@ class Ready(Message):
     slot_size: int = checked(_integer(0, MAX_SAMPLE_BYTES))
     max_batch: int | None = checked(_optional(_integer(1, MAX_SLOTS)))
     patterns: tuple[str, ...] = checked(_rows(_text(MAX_PATTERN_BYTES), MAX_PATTERNS, at_least=1))
-    prefetch: int = checked(_integer(1, 1_024))
+    prefetch: int = checked(_integer(1, MAX_PREFETCH))
     held: tuple[HeldPiece, ...] = checked(_rows(_HELD_PIECE, MAX_PIECES))
     model: ModelState = checked(_MODEL_ROW)
 

@@ -143,7 +143,12 @@ class Worker:
     @property
     def has_room(self) -> bool:
         """Whether it should get another piece now."""
-        return self.serves and not self.silent and self.outstanding <= (self.prefetch - 1) * self.target
+        return (
+            self.serves
+            and not self.silent
+            and self.outstanding <= (self.prefetch - 1) * self.target
+            and len(self.tickets) < MAX_PIECES
+        )
 
 
 class _Delayed(NamedTuple):
@@ -698,7 +703,7 @@ class Scheduler:
         students = [student for student in self._waiting if student.packed_bytes <= worker.slot_size]
         pieces: list[messages.WorkPiece] = []
         segments: list[messages.SegmentInfo] = []
-        while size > 0 and students:
+        while size > 0 and students and len(worker.tickets) < MAX_PIECES:
             student = min(students, key=_served) if len(students) > 1 else students[0]
             part = self._pop(student, worker, size)
             if part is None:

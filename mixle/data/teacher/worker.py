@@ -67,7 +67,7 @@ class Worker:
             memory, ``shape`` or with ``max_batch`` ``(count, *shape)``, fills it and returns None. Arrays of bfloat16
             are uint16.
         patterns: globs of the model ids that it can make.
-        prefetch: pieces of work that the broker may send ahead.
+        prefetch: pieces of work that the broker may send ahead, at most 16.
         keys: CURVE keys, or the directory that has them.
         insecure: allow TCP without keys.
         host_id: 16 hexadecimal digits; workers and students with the same share memory. None asks the system.
@@ -114,7 +114,7 @@ class Worker:
         self.slot_size = require_exact_int(slot_size, "slot_size", minimum=0, maximum=messages.MAX_SAMPLE_BYTES)
         self.worker_id = _require_worker_id(worker_id)
         self.patterns = _require_patterns(patterns)
-        self.prefetch = require_exact_int(prefetch, "prefetch", minimum=1, maximum=1024)
+        self.prefetch = require_exact_int(prefetch, "prefetch", minimum=1, maximum=messages.MAX_PREFETCH)
         self._keys: Keys | None = require_keys(keys)
         self._insecure = require_exact_bool(insecure, "insecure")
         keyed = self._keys is not None
@@ -308,7 +308,7 @@ class Worker:
             max_batch=self._generator.max_batch,
             patterns=self.patterns,
             prefetch=self.prefetch,
-            held=tuple(self._held.copy().values())[: messages.MAX_PIECES],
+            held=tuple(self._held.copy().values()),
             model=self._model,
         )
 
@@ -372,6 +372,9 @@ class Worker:
             self._report(peer, [_row(piece, FAILED, str(error)) for piece in work.pieces], 0.0)
             return
         for piece in work.pieces:
+            if len(self._held) >= messages.MAX_PIECES:  # a registration names no more, and others would get the rest
+                self._report(peer, [_row(piece, SKIPPED)], 0.0)
+                continue
             try:
                 info = self._attachments.info(piece.segment_id)
                 if model is None or piece.generation != model.generation:

@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from mixle.data.teacher import messages
 from mixle.data.teacher.globs import Globs
-from mixle.data.teacher.messages import DONE, FAILED, NO_MODEL, SKIPPED, DonePiece, ModelState, Order
+from mixle.data.teacher.messages import (
+    DONE,
+    FAILED,
+    MAX_PIECES,
+    MAX_PREFETCH,
+    NO_MODEL,
+    SKIPPED,
+    DonePiece,
+    ModelState,
+    Order,
+)
 from mixle.data.teacher.run import ProcessIdentity
 from mixle.data.teacher.scheduling import BACK_OFF_S, LIVES, PIECE_SLOTS, Scheduler, Student, Worker, runs
 
@@ -148,6 +158,16 @@ def test_a_slow_worker_has_no_more_than_its_prefetch_outstanding(prefetch):
     scheduler = scheduler_with(asking, working)
     scheduler.request(asking, [order(0, 64)], 0.0)
     assert len(slots_of(given_to(scheduler.take(0.0), working))) == prefetch
+
+
+def test_a_worker_has_no_more_pieces_than_its_registration_can_name():
+    asking, working = student(4 * MAX_PIECES), worker(max_batch=MAX_PIECES, prefetch=MAX_PREFETCH)
+    scheduler = scheduler_with(asking, working)
+    scheduler.request(asking, [order(first) for first in range(4 * MAX_PIECES)], 0.0)
+    pieces = given_to(scheduler.take(0.0), working)
+    assert len(pieces) == MAX_PIECES
+    report(scheduler, working, pieces[:3])
+    assert len(given_to(scheduler.take(0.0), working)) == 3
 
 
 def test_a_batching_worker_gets_slots_of_several_students_in_one_message():

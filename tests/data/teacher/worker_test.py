@@ -21,7 +21,7 @@ from teacher_broker import PATIENCE_S, RUN_ID, FakeBroker, endpoints
 from mixle.data.teacher import messages
 from mixle.data.teacher.errors import BrokerUnreachable, RequestRefused
 from mixle.data.teacher.layout import SlotLayout
-from mixle.data.teacher.messages import DONE, FAILED, SKIPPED, ModelState, SegmentInfo, WorkPiece
+from mixle.data.teacher.messages import DONE, FAILED, MAX_PIECES, SKIPPED, ModelState, SegmentInfo, WorkPiece
 from mixle.data.teacher.run import ProcessIdentity, process_identity
 from mixle.data.teacher.segment import Segment
 from mixle.data.teacher.slots import Slots
@@ -245,6 +245,23 @@ def test_a_segment_that_is_not_what_the_run_made_is_refused_with_a_message(
         assert outcomes(done) == [(piece.ticket, 0, 1, FAILED)]
         assert words in str(done.pieces[0].message)
         assert bytes(student.segment.buffer) == before
+
+
+def test_more_pieces_than_a_registration_can_name_are_given_back_at_once(addresses: tuple[str, str]) -> None:
+    student = Student(2 * MAX_PIECES)
+    pieces = [student.piece(slot, 1) for slot in range(2 * MAX_PIECES)]
+    told: list[tuple[bytes, int, int, int]] = []
+    with serving(addresses) as (broker, sender, _):
+        for start in (0, MAX_PIECES):
+            infos = (student.info(),) if start == 0 else ()
+            broker.send(sender, work(*pieces[start : start + MAX_PIECES], infos=infos))
+        while len(told) < len(pieces):
+            told += outcomes(broker.expect(messages.Done)[1])
+    assert sorted(row[0] for row in told) == sorted(piece.ticket for piece in pieces)
+    held = {row[0] for row in told if row[3] == DONE}
+    assert MAX_PIECES <= len(held) < 2 * MAX_PIECES
+    assert all(student.is_complete(piece) == (piece.ticket in held) for piece in pieces)
+    student.close()
 
 
 def test_slots_beyond_the_segment_are_refused(addresses: tuple[str, str], student: Student) -> None:
@@ -521,6 +538,7 @@ def test_a_worker_runs_once(addresses: tuple[str, str]) -> None:
         ({"patterns": ["x" * 257]}, ValueError, "a glob has 1 to 256 bytes"),
         ({"worker_id": ""}, ValueError, "worker_id='' must have 1 to 128 bytes"),
         ({"prefetch": 0}, ValueError, "prefetch=0 must be at least 1"),
+        ({"prefetch": 17}, ValueError, "prefetch=17 must be at most 16"),
         ({"host_id": "nope"}, ValueError, "host_id='nope' must be 16"),
         ({"keys": 5}, TypeError, "keys must be a directory, Keys or None"),
         ({"backend_endpoint": "tcp://127.0.0.1:5"}, ValueError, "is TCP, which needs keys"),
