@@ -16,8 +16,8 @@ from mixle.experimental.tensor_pipeline_context_parallel.parallelize import (
     parts_of,
 )
 from mixle.experimental.tensor_pipeline_context_parallel.plan import CpMode, Plan, PpSchedule
-from mixle.experimental.tensor_pipeline_context_parallel.plan_rules import Request, first_fault, neighbours, resolve
-from mixle.experimental.tensor_pipeline_context_parallel.validation import validate_tp_pp_cp_plan
+from mixle.experimental.tensor_pipeline_context_parallel.plan_rules import Request, refusal, resolve
+from mixle.experimental.tensor_pipeline_context_parallel.validation import require_trainable, validate_tp_pp_cp_plan
 from mixle.models.transformer import CausalLM
 from mixle.training.next_token import NextToken, Targets, TokenTensors
 from mixle.training.ranks import Ranks
@@ -94,10 +94,11 @@ class PlanExecution:
             vocab=None,
             blocks=None,
             longest=None,
+            dropout=None,
         )
-        fault = first_fault(request)
-        if fault is not None:
-            raise ValueError(f"{fault.statement}; nearest that do: {neighbours(request, fault)}")
+        refused = refusal(request)
+        if refused is not None:
+            raise ValueError(refused)
         plan, _ = resolve(request)
         resolve_wrapping(how["parallel"], plan.dp * plan.cp, "cpu")
         return cls(plan=plan, ranks=ranks, batch_size=batch_size, block=block, **how)
@@ -174,10 +175,8 @@ class PlanExecution:
             ValueError: the plan does not fit it; gives the nearest that does.
         """
         plan = self.plan
-        frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
-        if frozen:
-            raise ValueError(f"{frozen[0]} does not require a gradient; a plan trains every parameter of a module")
         if sharding_of(module) is not None:
+            require_trainable(module)
             self._check_parts(module)
             return
         validate_tp_pp_cp_plan(
@@ -192,16 +191,6 @@ class PlanExecution:
             cp_mode=plan.cp_mode,
             pp_schedule=plan.pp_schedule,
         )
-        if type(module) is not CausalLM:
-            raise TypeError(
-                f"a plan takes a mixle.models.transformer.CausalLM apart, not a {type(module).__name__}; leave "
-                "tp_size, pp_size and cp_size at 1 for other modules"
-            )
-        if plan.cp > 1 and plan.cp_mode == "ring" and module.dropout:
-            raise ValueError(
-                f'dropout={module.dropout} of attention weights does not go with cp_size={plan.cp} and cp_mode="ring", '
-                'which never has them in one place; use dropout=0 or cp_mode="allgather"'
-            )
 
 
 class PlannedNextToken(NextToken):

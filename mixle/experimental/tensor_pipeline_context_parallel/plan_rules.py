@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ class Request:
     vocab: int | None
     blocks: int | None
     longest: int | None
+    dropout: float | None
 
     @property
     def ranks_per_replica(self) -> int:
@@ -52,6 +53,7 @@ class Fault(NamedTuple):
 
 
 Rule = Callable[[Request], Fault | None]
+Change = dict[str, int | str]
 
 _SIZES = ("tp_size", "pp_size", "cp_size")
 _BOUNDS = {
@@ -142,6 +144,16 @@ def _whole_rounds(request: Request) -> Fault | None:
     )
 
 
+def _whole_attention_weights(request: Request) -> Fault | None:
+    if request.cp_size == 1 or request.cp_mode != "ring" or not request.dropout:
+        return None
+    return Fault(
+        "cp_mode",
+        f"dropout={request.dropout} of attention weights does not go with cp_size={request.cp_size} and "
+        'cp_mode="ring", which never has them in one place',
+    )
+
+
 RULES: tuple[Rule, ...] = (
     _divides("n_head"),
     _divides("n_kv_head"),
@@ -154,6 +166,7 @@ RULES: tuple[Rule, ...] = (
     _even_microbatches,
     _parts_pass_a_pipeline,
     _whole_rounds,
+    _whole_attention_weights,
 )
 
 
@@ -162,23 +175,53 @@ def first_fault(request: Request) -> Fault | None:
     return next((fault for rule in RULES if (fault := rule(request)) is not None), None)
 
 
-def neighbours(request: Request, fault: Fault) -> str:
-    """Return values that keep every rule: of the argument at fault, the nearest below and above; else of several.
+def refusal(request: Request) -> str | None:
+    """Return what is wrong with each argument and what nearby keeps every rule; None if nothing is wrong.
 
-    ``"2, 4"``, or ``"tp_size=2, cp_size=1"`` for one change of several arguments.
+    Values of the first argument at fault, the nearest below and above; or one change of several; or another mode that
+    keeps the sizes: ``"... nearest that do: 2, 4"``, ``"tp_size=2, cp_size=1"``, ``"1, 3, or cp_mode="allgather""``.
     """
-    if fault.argument != "world_size":
-        value = getattr(request, fault.argument)
-        most = _most(request, fault.argument, value + _REACH)
-        top = min(value - 1, most)
-        below = next((v for v in range(top, max(0, top - _REACH), -1) if _keeps(request, {fault.argument: v})), None)
-        end = min(value + _REACH, most)
-        above = next((v for v in range(value + 1, end + 1) if _keeps(request, {fault.argument: v})), None)
-        nearest = [str(v) for v in (below, above) if v is not None]
-        if nearest:
-            return ", ".join(nearest)
-    changes = next((change for change in _changes(request) if _keeps(request, change)), {})
-    return ", ".join(f"{name}={value}" for name, value in changes.items() if value != getattr(request, name))
+    faults: dict[str, str] = {}
+    for rule in RULES:
+        if (fault := rule(request)) is not None:
+            faults.setdefault(fault.argument, fault.statement)
+    if not faults:
+        return None
+    statements = "; ".join(faults.values())
+    if list(faults) == ["cp_mode"]:  # the sizes keep every other rule, and these do not ask how they are reached
+        return f'{statements}; use dropout=0 or cp_mode="allgather"'
+    first, *others = faults
+    changes = _neighbours(request, faults)
+    bare = [] if others else [str(change[first]) for change in changes if list(change) == [first]]
+    named = [_named(change) for change in changes[len(bare) :]]
+    return f"{statements}; nearest that do: " + ", or ".join([*([", ".join(bare)] if bare else []), *named])
+
+
+def _named(change: Change) -> str:
+    return ", ".join(f'{name}="{new}"' if isinstance(new, str) else f"{name}={new}" for name, new in change.items())
+
+
+def _neighbours(request: Request, faults: Mapping[str, str]) -> list[Change]:
+    """Return changes that keep every rule: of the first argument at fault, else of several; then of the mode alone."""
+    first = next(iter(faults))
+    found: list[Change] = []
+    if first != "world_size":
+        asked = getattr(request, first)
+        most = _most(request, first, asked + _REACH)
+        top = min(asked - 1, most)
+        end = min(asked + _REACH, most)
+        ranges = range(top, max(0, top - _REACH), -1), range(asked + 1, end + 1)
+        nearest = (next((v for v in values if _keeps(request, {first: v})), None) for values in ranges)
+        found = [{first: v} for v in nearest if v is not None]
+    if not found:
+        mode: Change = {"cp_mode": "allgather"} if "cp_mode" in faults else {}
+        based = replace(request, **mode)  # type: ignore[arg-type]
+        change = next(change for change in _changes(based) if _keeps(based, change))
+        found = [{**{name: v for name, v in change.items() if v != getattr(request, name)}, **mode}]
+    alone: list[Change] = [{"cp_mode": "allgather"}] if "cp_size" in faults else []
+    if not {"pp_size", "microbatches"}.isdisjoint(faults):
+        alone.append({"pp_schedule": "1f1b"})
+    return found + [change for change in alone if _keeps(request, change)]
 
 
 def resolve(request: Request) -> tuple[Plan, tuple[str, ...]]:
@@ -216,7 +259,7 @@ def resolve(request: Request) -> tuple[Plan, tuple[str, ...]]:
     return plan, tuple(notes)
 
 
-def _keeps(request: Request, change: dict[str, int]) -> bool:
+def _keeps(request: Request, change: Mapping[str, int | str]) -> bool:
     return first_fault(replace(request, **change)) is None  # type: ignore[arg-type]
 
 
@@ -247,7 +290,7 @@ def _changes(request: Request) -> Iterator[dict[str, int]]:
 
 def _sizes(request: Request, by_itself: Request, name: str) -> list[int]:
     """Return sizes of one axis that keep every rule if the others are 1; those nearest to what was asked."""
-    asked, most = getattr(request, name), _most(by_itself, name, 1)
+    asked, most = getattr(request, name), _most(by_itself, name, request.world_size or 1)
     known = divisors(request.world_size) if request.world_size else range(1, min(2 * asked, most, _REACH) + 1)
     keep = [size for size in known if size <= most and _keeps(by_itself, {name: size})]
     if request.world_size:

@@ -189,6 +189,7 @@ def _tries(
             vocab=shape.vocab,
             blocks=shape.n_layer,
             longest=None,
+            dropout=None,
         )
         fault = first_fault(request)
         if fault is not None:

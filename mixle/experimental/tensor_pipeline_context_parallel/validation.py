@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sized
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mixle.experimental.tensor_pipeline_context_parallel.memory import (
     ADAMW_MOMENTS,
@@ -22,12 +22,15 @@ from mixle.experimental.tensor_pipeline_context_parallel.plan import (
     PpSchedule,
     split_blocks,
 )
-from mixle.experimental.tensor_pipeline_context_parallel.plan_rules import Request, first_fault, neighbours, resolve
+from mixle.experimental.tensor_pipeline_context_parallel.plan_rules import Request, refusal, resolve
 from mixle.experimental.tensor_pipeline_context_parallel.report import PlanReport
 from mixle.experimental.tensor_pipeline_context_parallel.sample_check import check_sample
 from mixle.experimental.tensor_pipeline_context_parallel.traffic import traffic
 from mixle.experimental.tensor_pipeline_context_parallel.workload import Workload
 from mixle.utils.exact import require_choice, require_exact_bool, require_exact_int, require_positive_int
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["validate_tp_pp_cp_plan"]
 
@@ -54,7 +57,8 @@ def validate_tp_pp_cp_plan(
     """Check a plan and return what it costs.
 
     Args:
-        module: a :class:`~mixle.models.CausalLM`, a ``ModelShape``, or a module that has ``n_head``, ``d_mlp`` and
+        module: a :class:`~mixle.models.CausalLM` whose parameters all require gradients, or, with all sizes 1, any
+            torch module. For the numbers alone a ``ModelShape``, or any other object that has ``n_head``, ``d_mlp`` and
             ``vocab`` where ``tp_size > 1``, ``blocks`` where ``pp_size > 1``, ``block`` where ``cp_size > 1`` and none
             is given.
         tp_size: ranks that share every layer; divides query and key/value heads, the MLP's width and the vocabulary.
@@ -73,8 +77,10 @@ def validate_tp_pp_cp_plan(
         activation_checkpointing: blocks are computed again in the backward pass.
 
     Raises:
-        TypeError: an argument of the wrong type, or a module that lacks what an axis needs; names it.
-        ValueError: an argument that does not fit; gives the numbers, and the nearest that pass every check.
+        TypeError: an argument of the wrong type, a module that lacks what an axis needs, or one that a plan cannot take
+            apart; names it.
+        ValueError: arguments that do not fit, each named, dropout with the ring and frozen parameters included; gives
+            the numbers, and the nearest that pass every check.
     """
     _require_module(module)
     request = Request(
@@ -93,11 +99,15 @@ def validate_tp_pp_cp_plan(
         vocab=_fact(module, "vocab"),
         blocks=_block_count(module),
         longest=_fact(module, "block"),
+        dropout=_dropout(module),
     )
     require_choice(parallel, "parallel", ("ddp", "fsdp"))
     require_choice(precision, "precision", ("fp32", "bf16"))
     require_exact_bool(activation_checkpointing, "activation_checkpointing")
     _require_facts(module, request)
+    if request.ranks_per_replica > 1 and _is_torch_module(module):
+        require_trainable(module)
+        require_known(module)
     along = whole = 0
     if sample is not None:
         parts = request.cp_size * (2 if request.cp_mode == "ring" and request.cp_size > 1 else 1)
@@ -105,9 +115,9 @@ def validate_tp_pp_cp_plan(
             sample, length=request.block, longest=request.longest, vocab=request.vocab, parts=parts
         )
         request = replace(request, block=tokens)
-    fault = first_fault(request)
-    if fault is not None:
-        raise ValueError(f"{fault.statement}; nearest that do: {neighbours(request, fault)}")
+    refused = refusal(request)
+    if refused is not None:
+        raise ValueError(refused)
 
     plan, notes = resolve(request)
     rows = request.batch_size or plan.microbatches
@@ -137,6 +147,36 @@ def validate_tp_pp_cp_plan(
         sample_bytes=sample_bytes,
         notes=notes,
     )
+
+
+def require_trainable(module: nn.Module) -> None:
+    """Refuse a module with parameters that a plan could not train."""
+    frozen = next((name for name, parameter in module.named_parameters() if not parameter.requires_grad), None)
+    if frozen is not None:
+        raise ValueError(
+            f"{frozen} does not require a gradient; a plan trains every parameter of a module: set requires_grad, or "
+            "leave tp_size, pp_size and cp_size at 1"
+        )
+
+
+def require_known(module: nn.Module) -> None:
+    """Refuse a module of which a plan does not know the parts."""
+    from mixle.models.transformer import CausalLM
+
+    if type(module) is not CausalLM:
+        raise TypeError(
+            f"a plan takes a mixle.models.transformer.CausalLM apart, not a {type(module).__name__}; leave "
+            "tp_size, pp_size and cp_size at 1 for other modules"
+        )
+
+
+def _is_torch_module(module: Any) -> bool:
+    return callable(getattr(module, "named_parameters", None))
+
+
+def _dropout(module: Any) -> float | None:
+    dropout = getattr(module, "dropout", None)
+    return dropout if isinstance(dropout, float) else None
 
 
 def _require_module(module: Any) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mixle.data.teacher.specs import BatchConfig, TensorSpec
 from mixle.experimental.tensor_pipeline_context_parallel import validate_tp_pp_cp_plan
+from mixle.experimental.tensor_pipeline_context_parallel.execution import PlanExecution
 from mixle.experimental.tensor_pipeline_context_parallel.model_shape import NAMED_SHAPES
 from mixle.models.transformer import CausalLM
 
@@ -78,13 +79,21 @@ BAD_PLANS = [
 ]
 
 
-def suggestions(message: str) -> list[dict[str, int]]:
-    """What a refusal proposes: several values of the argument it begins with, or one change of several arguments."""
-    argument = re.match(r"\w+", message)[0]
-    items = message.partition("; nearest that do: ")[2].split(", ")
-    if all("=" in item for item in items):
-        return [{name: int(value) for name, value in (item.split("=") for item in items)}]
-    return [{argument: int(item)} for item in items]
+def suggestions(message: str) -> list[dict[str, int | str]]:
+    """What a refusal proposes: values of the argument it begins with, or alternatives of one or more arguments each."""
+    found: list[dict[str, int | str]] = []
+    for alternative in message.partition("; nearest that do: ")[2].split(", or "):
+        items = alternative.split(", ")
+        if all("=" in item for item in items):
+            found.append(dict(map(setting, items)))
+        else:
+            found += [{re.match(r"\w+", message)[0]: int(item)} for item in items]
+    return found
+
+
+def setting(item: str) -> tuple[str, int | str]:
+    name, _, value = item.partition("=")
+    return name, value.strip('"') if '"' in value else int(value)
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_PLANS)
@@ -106,6 +115,90 @@ def test_the_nearest_sizes_are_those_below_and_above():
 def test_a_world_that_does_not_divide_is_offered_a_mesh_that_fills_it():
     with pytest.raises(ValueError, match=r"must divide world_size=6; nearest that do: tp_size=2$"):
         validate_tp_pp_cp_plan(MODEL, 4, world_size=6)
+
+
+@pytest.mark.parametrize(("arguments", "nearest"), [
+    ({"cp_size": 2, "block": 30}, '1, 3, or cp_mode="allgather"'),
+    ({"cp_size": 7, "block": 30}, "5, 15"),
+    ({"pp_size": 4, "pp_schedule": "interleaved"}, '3, or pp_schedule="1f1b"'),
+    (
+        {"pp_size": 2, "batch_size": 15, "microbatches": 5, "pp_schedule": "zero-bubble"},
+        '3, or pp_schedule="1f1b"',
+    ),
+])  # fmt: skip
+def test_another_mode_that_keeps_the_sizes_is_offered_where_one_does(arguments, nearest):
+    with pytest.raises(ValueError, match=f"; nearest that do: {nearest}$"):
+        validate_tp_pp_cp_plan(MODEL, **arguments)
+
+
+def test_each_argument_at_fault_is_named():
+    with pytest.raises(ValueError) as refusal:
+        validate_tp_pp_cp_plan(MODEL, tp_size=3, pp_size=9, cp_size=5)
+    assert str(refusal.value) == (
+        "tp_size=3 must divide n_head=8; pp_size=9 needs at least as many blocks, and the module has 6; cp_size=5 "
+        "splits each sequence into 10 parts, which must divide block=48; nearest that do: tp_size=4, pp_size=6, cp_size=6"
+    )
+
+
+def test_one_change_that_mends_several_faults_says_of_which_argument():
+    with pytest.raises(ValueError, match=r"block=100 .*; cp_size=7 splits .*; nearest that do: block=42$"):
+        validate_tp_pp_cp_plan(MODEL, block=100, cp_size=7)
+
+
+class TestModulesThatTrainingWouldRefuse:
+    dropped = CausalLM(96, 64, 6, 8, 48, dropout=0.1)
+
+    def test_the_ring_with_dropout_and_what_goes_with_it(self):
+        with pytest.raises(ValueError, match=r'^dropout=0\.1 .* cp_size=2 .*; use dropout=0 or cp_mode="allgather"$'):
+            validate_tp_pp_cp_plan(self.dropped, cp_size=2)
+        assert validate_tp_pp_cp_plan(self.dropped, cp_size=2, cp_mode="allgather").plan.cp == 2
+        assert validate_tp_pp_cp_plan(self.dropped, 2, 2).plan.tp == 2
+
+    @pytest.mark.parametrize("arguments", [{"tp_size": 3, "cp_size": 2}, {"cp_size": 5}, {"pp_size": 9, "cp_size": 4}])
+    def test_neighbours_of_other_faults_go_with_dropout(self, arguments):
+        with pytest.raises(ValueError, match=r"dropout=0\.1") as refusal:
+            validate_tp_pp_cp_plan(self.dropped, **arguments)
+        proposed = suggestions(str(refusal.value))
+        assert proposed
+        for change in proposed:
+            validate_tp_pp_cp_plan(self.dropped, **{**arguments, **change})
+
+    @pytest.mark.parametrize("axis", ["tp_size", "pp_size", "cp_size"])
+    def test_a_frozen_parameter(self, axis):
+        frozen = CausalLM(96, 64, 6, 8, 48)
+        frozen.norm.weight.requires_grad_(False)
+        with pytest.raises(ValueError, match=r"^norm\.weight does not require a gradient; .*leave tp_size"):
+            validate_tp_pp_cp_plan(frozen, **{axis: 2})
+        assert validate_tp_pp_cp_plan(frozen, world_size=2).plan.dp == 2
+
+    @pytest.mark.parametrize("axis", ["tp_size", "pp_size", "cp_size"])
+    def test_a_module_whose_parts_it_does_not_know(self, axis):
+        class Other(CausalLM):
+            pass
+
+        other = Other(96, 64, 6, 8, 48)
+        with pytest.raises(TypeError, match=r"a plan takes a .*CausalLM apart, not a Other; leave tp_size"):
+            validate_tp_pp_cp_plan(other, **{axis: 2})
+        assert validate_tp_pp_cp_plan(other, world_size=2).plan.dp == 2
+
+
+class TestAHandleWithoutAModule:
+    def refusal(self, world, **sizes):
+        given = {"tp_size": 1, "pp_size": 1, "cp_size": 1, "cp_mode": "ring", "microbatches": None, **sizes}
+        how = {"targets": "all", "parallel": "auto", "precision": "fp32", "activation_checkpointing": False}
+        with pytest.raises(ValueError) as refusal:
+            PlanExecution.of(
+                SimpleNamespace(rank=0, world=world), **given, pp_schedule="1f1b", batch_size=4, block=48, **how
+            )
+        return str(refusal.value).partition("; nearest that do: ")[2]
+
+    @pytest.mark.parametrize("axis", ["tp_size", "pp_size", "cp_size"])
+    def test_it_is_offered_the_size_that_fills_the_world(self, axis):
+        assert self.refusal(2, **{axis: 4}) == f"{axis}=2"
+
+    def test_it_is_offered_the_nearest_of_several_sizes(self):
+        assert self.refusal(8, tp_size=5) == "tp_size=4"
+        assert self.refusal(8, tp_size=4, pp_size=4) in ("tp_size=2", "pp_size=2")
 
 
 @settings(deadline=None, max_examples=200)
