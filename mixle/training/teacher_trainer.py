@@ -130,7 +130,7 @@ class TeacherTrainer:
                 engine,
                 batches,
                 state,
-                epochs=1,
+                epochs=1 if self._order["steps"] else 0,
                 optimizer_options=optimizer_options,
                 options=self._options,
                 ranks=self._ranks,
