@@ -102,6 +102,7 @@ class Student:
     info: messages.SegmentInfo
     queue: deque[Part] = field(default_factory=deque)
     occupied: int = 0  # slots with an order that has had no final word
+    unasked: int = 0  # of these, what workers have and it did not ask for again: it saw them complete
     tickets: dict[bytes, Ticket] = field(default_factory=dict)
     served: int = 0
     queued: int = 0
@@ -229,6 +230,7 @@ class Scheduler:
             student.occupied &= ~part.bits
         for ticket in student.tickets.values():
             ticket.after.clear()
+            student.unasked |= ticket.open
 
     def remove_student(self, student: Student) -> None:
         """Drop its orders and have workers close its segment."""
@@ -326,6 +328,8 @@ class Scheduler:
                 refusal = refusal or f"an order of generation {generation}: it is {self.model.generation}"
                 continue
             part = Part(order_id, first, count, token, generation, now)
+            if resent:
+                student.unasked &= ~part.bits
             taken = student.occupied & part.bits
             self.counts.ordered += count
             if not taken:
@@ -538,6 +542,7 @@ class Scheduler:
         if student is None:
             return
         student.occupied &= ~bits
+        student.unasked &= ~bits
         if not ticket.after:
             return
         waiting, ticket.after = ticket.after, []
@@ -552,10 +557,8 @@ class Scheduler:
         """Close, without a word, what nobody waits for any more of ``bits`` of a ticket; return the rest."""
         if ticket.student is None or not ticket.part.order_id:
             unwanted = bits
-        elif not ticket.after:
-            return bits
         else:
-            unwanted = 0
+            unwanted = ticket.student.unasked & bits
             for part in ticket.after:
                 unwanted |= part.bits & bits
         if unwanted:
@@ -635,7 +638,7 @@ class Scheduler:
         if student is None:
             return
         pieces = []
-        own = ticket.open if ticket.part.order_id else 0
+        own = ticket.open & ~student.unasked if ticket.part.order_id else 0
         for part in ticket.after:
             own &= ~part.bits
             pieces.append(Piece(part.order_id, part.first, part.count))
@@ -671,7 +674,9 @@ class Scheduler:
         student.tickets[ticket.ticket] = ticket
         wanted = self._withdraw(student, lambda part: bool(part.bits & bits))
         student.occupied |= bits
+        student.unasked |= bits
         for part in wanted:
+            student.unasked &= ~part.bits
             self._match(ticket, part)
             for run in runs(part.bits & ~bits):
                 self._queue_new(student, part.sub(*run), now, True)

@@ -467,6 +467,19 @@ def test_a_resent_order_with_other_tokens_waits_for_the_one_that_still_writes():
     assert pieces[0].token == 500
 
 
+def test_a_slot_that_its_student_saw_complete_is_free_for_the_next_order_when_its_worker_dies():
+    asking, dying = student(), worker(max_batch=4)
+    scheduler = scheduler_with(asking, dying)
+    mine = order(0, 4)
+    scheduler.request(asking, [mine], 0.0)
+    scheduler.take(0.0)
+    scheduler.restart_student(asking)
+    scheduler.request(asking, [mine._replace(first_slot=2, count=2, token=mine.token + 2)], 0.0, resent=True)
+    scheduler.remove_worker(dying, 0.0, died=True)
+    assert scheduler.request(asking, [order(0, 2, token=900)], 0.0) is None
+    assert scheduler.queued == 4
+
+
 def test_an_order_that_is_resent_twice_is_made_once():
     asking, working = student(), worker(prefetch=1)
     scheduler = scheduler_with(asking, working)
@@ -559,6 +572,7 @@ class Play:
             return
         one = self.dice.choice(self.students)
         free = [slot for slot in range(one.slot_count) if slot not in self.open[one]]
+        free = [slot for slot in free if self.writers.get((one.segment, slot)) not in self.silent]
         if not free:
             return
         first = self.dice.choice(free)
@@ -669,8 +683,13 @@ class Play:
             self.resend(one)
 
     def resend(self, one: Student) -> None:
-        for slot, made in self.open[one].items():
-            if self.dice.random() < 0.1:  # it may also have changed its mind
+        for slot, made in list(self.open[one].items()):
+            if (
+                self.writers.get((one.segment, slot), None) in {*self.workers} - self.silent
+                and self.dice.random() < 0.2
+            ):
+                del self.open[one][slot]  # it saw it complete
+            elif self.dice.random() < 0.1:  # it may also have changed its mind
                 self.open[one][slot] = made._replace(order_id=self.dice.randbytes(8), token=self.dice.getrandbits(64))
         assert self.scheduler.request(one, self.open[one].values(), self.now, resent=True) is None
 
@@ -748,7 +767,7 @@ class Play:
         self.join_worker()
         for _ in range(2_000):
             self.deliver()
-            if not any(self.open.values()):
+            if not any(self.open.values()) and not any(self.has.values()):
                 break
             self.wait()
             for one in self.workers:
