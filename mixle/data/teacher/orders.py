@@ -52,6 +52,7 @@ FREE, ORDERED, LOST, DRAINING, READY, HELD = (int(state) for state in SlotState)
 
 _ORDERED, _TO_DRAINING = np.uint8(ORDERED), np.uint8(DRAINING - ORDERED)
 _TRUE = re.compile(b"\\x01+")
+_OPEN = re.compile(b"[%c-%c]" % (ORDERED, DRAINING))
 
 
 class Orders:
@@ -75,7 +76,7 @@ class Orders:
         self.state: NDArray[np.uint8] = np.zeros(self.usable, np.uint8)
         self.token: NDArray[np.uint64] = np.zeros(self.usable, np.uint64)
         self.generation: NDArray[np.uint64] = np.zeros(self.usable, np.uint64)
-        self._order: NDArray[np.uint64] = np.zeros(self.usable, np.uint64)
+        self._order: NDArray[np.uint64] = np.zeros(self.usable, "<u8")  # the eight bytes of an order's id
         self._settled: NDArray[np.bool_] = np.ones(self.usable, bool)
         self._writers: dict[int, Hashable] = {}
         self._ready: deque[int] = deque()
@@ -162,6 +163,22 @@ class Orders:
             slot = group * self.size
             if self.state[slot : slot + self.size].tobytes().count(READY) == self.size:
                 self._ready.append(slot)
+
+    def first_open(self, order_id: bytes, first: int, count: int) -> int | None:
+        """Return the first slot of a range, as a message claims it, that is open and of this order; None if none is."""
+        if self._order[first : first + count].tobytes() == order_id * count:
+            found = _OPEN.search(self.state[first : first + count].tobytes())
+            return None if found is None else first + found.start()
+        slots = self.of(order_id, first, count)
+        return int(slots[0]) if len(slots) else None
+
+    def settle(self, order_id: bytes, first: int, count: int) -> bool:
+        """Take the broker's last word on slots that are all of one order and no longer open; False if they are not."""
+        slots = slice(first, first + count)
+        if self._order[slots].tobytes() != order_id * count or _OPEN.search(self.state[slots].tobytes()):
+            return False
+        self._settled[slots] = True
+        return True
 
     def of(self, order_id: bytes, first: int, count: int) -> NDArray[np.intp]:
         """Return which slots of a range, as a message claims it, are open and of this order."""

@@ -110,6 +110,8 @@ class Slots:
         """Tell which slots have a whole sample of this order: (count,)."""
         rows = self._rows(first, count)
         done: NDArray[np.bool_] = self._statuses[rows] == COMPLETE
+        if not done.any():
+            return done
         done &= self._of_order(rows, count, token, generation)
         done &= self._lengths[rows] == self.layout.packed_bytes
         return done

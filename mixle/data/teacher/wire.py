@@ -1,0 +1,40 @@
+"""Send and receive the frames of small messages: as ``send_multipart`` and ``recv_multipart``, at half their cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+# libzmq's own numbers, as plain integers: pyzmq's enumerations cost more to combine than a frame to send.
+POLLIN, NOBLOCK, SNDMORE, EVENTS = 1, 1, 2, 15
+
+
+def send(socket: Any, frames: Sequence[bytes]) -> None:
+    """Send a message at once.
+
+    Raises:
+        zmq.Again: there is no room for it now.
+    """
+    *first, last = frames
+    for frame in first:
+        socket.send(frame, NOBLOCK | SNDMORE)
+    socket.send(last, NOBLOCK)
+
+
+def receive(socket: Any) -> list[bytes]:
+    """Return the frames of a message that is there.
+
+    Raises:
+        zmq.Again: there is none.
+    """
+    frame = socket.recv(NOBLOCK, False)
+    frames = [frame.bytes]
+    while frame.more:
+        frame = socket.recv(NOBLOCK, False)
+        frames.append(frame.bytes)
+    return frames
+
+
+def has_message(socket: Any) -> bool:
+    """Tell whether a message is there, at a fraction of the cost of the exception that says there is none."""
+    return bool(socket.get(EVENTS) & POLLIN)
