@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from typing import Any, Protocol
@@ -44,6 +45,7 @@ class Attachments:
     Args:
         run_id: segments of other runs are refused.
         host: this worker's host id; students of other hosts are reached by network.
+        directory: the teacher's directory, for files of slots; None for the default one.
         slot_size: the largest sample that the generator makes, in bytes.
         context: of ZeroMQ.
         keys: for the network.
@@ -56,6 +58,7 @@ class Attachments:
         run_id: str,
         *,
         host: str,
+        directory: str | os.PathLike[str] | None = None,
         slot_size: int,
         context: Any,
         keys: Keys | None,
@@ -63,7 +66,7 @@ class Attachments:
         checksum: bool,
     ) -> None:
         self.run_id = run_id
-        self._host, self._slot_size = host, slot_size
+        self._host, self._directory, self._slot_size = host, directory, slot_size
         self._connection: dict[str, Any] = {
             "context": context,
             "keys": keys,
@@ -119,7 +122,7 @@ class Attachments:
         while len(self._places) >= MOST_MAPS:
             self._close([next(iter(self._places))])
         if info.owner.host == self._host:
-            place: Place = _Mapped(info, layout, self.run_id)
+            place: Place = _Mapped(info, layout, self.run_id, self._directory)
         else:
             place = Sender(info, layout, **self._connection)
         self._places[info.name] = place
@@ -158,14 +161,16 @@ class Attachments:
 class _Mapped:
     """A student's slots in this host's memory: what is written there is delivered."""
 
-    def __init__(self, info: SegmentInfo, layout: SlotLayout, run_id: str) -> None:
+    def __init__(
+        self, info: SegmentInfo, layout: SlotLayout, run_id: str, directory: str | os.PathLike[str] | None
+    ) -> None:
         self.info = info
         self._segment = Segment.attach(
             info.name,
             run_id=run_id,
             size=layout.segment_bytes(info.slot_count),
             medium="file" if info.medium == "file" else "shm",
-            directory=slots_directory() if info.medium == "file" else None,
+            directory=slots_directory(directory) if info.medium == "file" else None,
             pid=info.owner.pid,
         )
         self._slots: Slots | None = Slots(self._segment.buffer, layout, info.slot_count)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import stat
 import time
@@ -16,11 +17,13 @@ from pathlib import Path
 from mixle.data.teacher.run import slots_directory, start_ticks
 from mixle.data.teacher.segment import SHM_DIRECTORY, SegmentMedium, parse_segment_name, require_run_id, unlink_segment
 
+logger = logging.getLogger(__name__)
+
 _NEW_SECONDS = 10.0
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
 
-def clean(run_id: str | None = None, *, directory: str | Path | None = None) -> list[str]:
+def clean(run_id: str | None = None, *, directory: str | os.PathLike[str] | None = None) -> list[str]:
     """Remove this user's segments in shared memory and files whose makers are dead; return their paths.
 
     Args:
@@ -33,9 +36,19 @@ def clean(run_id: str | None = None, *, directory: str | Path | None = None) -> 
     """
     if run_id is not None:
         require_run_id(run_id)
-    files = slots_directory(directory)
     removed = _clean_place(SHM_DIRECTORY, "shm", run_id) if SHM_DIRECTORY.is_dir() else []
-    return removed + _clean_place(files, "file", run_id)
+    return removed + _clean_place(slots_directory(directory), "file", run_id)
+
+
+def tidy(run_id: str, *, directory: str | os.PathLike[str] | None = None) -> None:
+    """Do what :func:`clean` does, as a process of the run starts; it starts too if that fails, which is logged."""
+    try:
+        removed = clean(run_id, directory=directory)
+    except OSError as error:
+        logger.warning("could not remove what dead processes of run %s left: %s", run_id, error)
+        return
+    if removed:
+        logger.info("removed what dead processes of run %s left: %s", run_id, ", ".join(removed))
 
 
 def _clean_place(place: Path, medium: SegmentMedium, run_id: str | None) -> list[str]:

@@ -94,6 +94,7 @@ def worker(
     pattern: Annotated[list[str] | None, typer.Option(help="Serve model ids like this (* and ?); repeat.")] = None,
     keys: KeyDirectory = None,
     insecure: Insecure = False,
+    directory: Directory = None,
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
 ) -> None:
     """Run a worker until Ctrl-C or SIGTERM, which let the sample under way be finished."""
@@ -112,6 +113,7 @@ def worker(
             patterns=tuple(pattern or ("*",)),
             keys=keys,
             insecure=insecure,
+            directory=directory,
         ).run()
 
 

@@ -55,7 +55,8 @@ class DistillIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
         max_retries: failed orders in a row after which the next one's error is raised.
         retry_delay: seconds before ordering anew after a failed order.
         deadline_s: seconds that the broker, or a worker for the model, may be missing before an error says so.
-        medium, keys, insecure, host_id, on_event: as for :class:`.StudentClient`.
+        medium, keys, insecure, host_id, directory, data_port, on_event: as for :class:`.StudentClient`; each iterator
+            needs a ``data_port`` of its own.
 
     Raises:
         TypeError, ValueError: an argument that is not what it says above.
@@ -77,6 +78,8 @@ class DistillIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
         keys: Keys | str | os.PathLike[str] | None = None,
         insecure: bool = False,
         host_id: str | None = None,
+        directory: str | os.PathLike[str] | None = None,
+        data_port: int | tuple[int, int] | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
         super().__init__()
@@ -97,6 +100,8 @@ class DistillIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
             "keys": keys,
             "insecure": insecure,
             "host_id": host_id,
+            "directory": directory,
+            "data_port": data_port,
         }
         Station.of(**self._arguments)
 

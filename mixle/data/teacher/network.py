@@ -19,6 +19,7 @@ frame that is larger than a slot before it reads it.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket as net
@@ -60,7 +61,8 @@ def own_address(endpoint: str) -> str:
         OSError: there is none.
     """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    family, kind, protocol, _, address = net.getaddrinfo(host.strip("[]"), int(port), type=net.SOCK_DGRAM)[0]
+    family = net.AF_INET6 if host.startswith("[") else net.AF_INET  # as ZeroMQ connects there
+    family, kind, protocol, _, address = net.getaddrinfo(host.strip("[]"), int(port), family, net.SOCK_DGRAM)[0]
     with net.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing; the system chooses the interface
         return str(probe.getsockname()[0])
@@ -74,6 +76,7 @@ class Receiver:
         address: the IP address to listen on.
         keys: only holders of the client key are let in.
         insecure: there may be no keys.
+        ports: the first and the last TCP port to try; None for any.
         on_arrival: called in the receiver's thread after slots became complete.
 
     Attributes:
@@ -83,6 +86,7 @@ class Receiver:
 
     Raises:
         ValueError: no keys, and ``insecure`` is not True.
+        OSError: it cannot listen there; names the ports.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class Receiver:
         *,
         keys: Keys | None,
         insecure: bool = False,
+        ports: tuple[int, int] | None = None,
         on_arrival: Callable[[], None] | None = None,
     ) -> None:
         _require_security(keys, insecure, f"a receiver on {address}")
@@ -118,11 +123,10 @@ class Receiver:
         self._socket.ipv6 = ":" in address
         self.public_key = None if keys is None else keys.secure_receiver(self._socket)
         try:
-            port = self._socket.bind_to_random_port(f"tcp://[{address}]" if ":" in address else f"tcp://{address}")
+            self.endpoint = self._bind(f"tcp://[{address}]" if ":" in address else f"tcp://{address}", ports)
         except BaseException:
             self._close_sockets()
             raise
-        self.endpoint = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
         self._closed = False
         self._thread = threading.Thread(target=self._receive, name="mixle-teacher-receiver", daemon=True)
         self._thread.start()
@@ -144,6 +148,22 @@ class Receiver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _bind(self, interface: str, ports: tuple[int, int] | None) -> str:
+        """Listen on the first of the ports that is free; return the endpoint."""
+        if ports is None:
+            return f"{interface}:{self._socket.bind_to_random_port(interface)}"
+        low, high = ports
+        for port in range(low, high + 1):
+            try:
+                self._socket.bind(f"{interface}:{port}")
+            except self._zmq.ZMQError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise OSError(error.errno, f"data_port={port} cannot be had at {interface}: {error}") from None
+            else:
+                return f"{interface}:{port}"
+        taken = f"data_port={low} is" if low == high else f"data_port={ports}: all of these are"
+        raise OSError(errno.EADDRINUSE, f"{taken} in use at {interface}; give another, or a wider (lowest, highest)")
 
     def _close_sockets(self) -> None:
         for one in (self._socket, self._wake, self._woken):

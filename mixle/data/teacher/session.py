@@ -10,13 +10,14 @@ import logging
 import os
 import platform
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
 from mixle.data.teacher import messages
 from mixle.data.teacher.cleanup import clean
+from mixle.data.teacher.cleanup import tidy
 from mixle.data.teacher.errors import GeneratorFailed, TeacherError
 from mixle.data.teacher.fence import Fence
 from mixle.data.teacher.messages import MAX_PIECES, Order, Piece
@@ -36,6 +37,7 @@ SPIN_S = 200e-6
 GATHER_S = 0.002
 TICK_S = 0.1
 BEHIND_S = 0.05
+TRIES = 3  # to have one slot filled over the network
 STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 
 OnEvent = Callable[[str, dict[str, Any]], None]
@@ -70,10 +72,12 @@ class Session:
         self._stats: bytes | None = None
         self._receiver: Receiver | None = None
         self._owed: deque[tuple[float, Piece]] = deque()
+        self._missed: Counter[int] = Counter()
         self._pid = os.getpid()
         self.run = ask(station.frontend, keys=station.keys, deadline_s=deadline_s)
         fence.learn(self.run.model)
         clean(self.run.run_id)
+        tidy(self.run.run_id, directory=station.runs_directory)
         size = station.layout.segment_bytes(station.slot_count)
         self.segment = Segment.create(size, run_id=self.run.run_id, medium=station.medium, directory=station.directory)
         try:
@@ -197,6 +201,8 @@ class Session:
         whole = self.slots.is_intact(first) if orders.size == 1 else bool(self.slots.intact(first, orders.size).all())
         if whole:
             self.served += orders.size
+            for slot in range(first, first + orders.size) if self._missed else ():
+                del self._missed[slot]
             return first
         self.spent = True  # whoever wrote past a slot may have hit others too
         raise GeneratorFailed(f"slot {first} is damaged: something wrote beyond its sample; its segment is given up")
@@ -240,6 +246,7 @@ class Session:
             own_address(station.frontend),
             keys=station.keys,
             insecure=station.keys is None,
+            ports=station.data_ports,
             on_arrival=self._wake,
         )
 
@@ -331,10 +338,27 @@ class Session:
         now = time.monotonic()
         for _ in range(len(self._owed)):
             due, piece = self._owed.popleft()
-            if now > due or not self._look_at(piece):
+            if not self._look_at(piece):
                 self._collect(piece)
+            elif now > due:
+                self._miss(piece)
             else:
                 self._owed.append((due, piece))
+
+    def _miss(self, piece: Piece) -> None:
+        """Have ordered anew what was lost on its way, as when its worker died; give up when that goes on."""
+        assert self._orders is not None
+        slots = self._orders.of(*piece).tolist()
+        if not self._end(piece):
+            return
+        self._missed.update(slots)
+        tries = max(self._missed[slot] for slot in slots)
+        if tries < TRIES:
+            logger.warning("a worker sent %s, which did not come; it is ordered again", _slots(piece))
+            return
+        for slot in slots:
+            del self._missed[slot]
+        self._fail(f"workers said that they had sent {_slots(piece)}, and no such sample came", tries=tries)
 
     def _look_at(self, piece: Piece) -> bool:
         """Take what is complete of a piece; tell whether anything of it was still open."""

@@ -30,6 +30,7 @@ __all__ = ["StudentClient"]
 
 RESEND_S = 1.0
 REGISTRATIONS = 5
+A_DAY_MS = 86_400_000
 
 
 class StudentClient:
@@ -51,6 +52,10 @@ class StudentClient:
         keys: CURVE keys, or their directory; TCP needs them.
         insecure: accept TCP without keys.
         host_id: 16 hexadecimal digits in place of this host's own; workers of another send over the network.
+        directory: the user's directory of runs, as the broker has it; None is ``$MIXLE_TEACHER_DIR`` or one in
+            ``~/.cache``.
+        data_port: the TCP port where samples of workers on other hosts come in, or the (lowest, highest) of which one
+            is taken; None for any that is free.
         on_event: called, in any thread, with what happened (registered, model, failed, lost, stopped) and its details.
 
     Raises:
@@ -73,6 +78,8 @@ class StudentClient:
         keys: Keys | str | os.PathLike[str] | None = None,
         insecure: bool = False,
         host_id: str | None = None,
+        directory: str | os.PathLike[str] | None = None,
+        data_port: int | tuple[int, int] | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
         self._station = Station.of(
@@ -85,9 +92,16 @@ class StudentClient:
             keys=keys,
             insecure=insecure,
             host_id=host_id,
+            directory=directory,
+            data_port=data_port,
         )
-        keyed = self._station.keys is not None
-        self._control = require_endpoint(control_endpoint, "control", keyed=keyed, insecure=insecure)
+        self._control = require_endpoint(
+            control_endpoint,
+            "control",
+            directory=self._station.runs_directory,
+            keyed=self._station.keys is not None,
+            insecure=insecure,
+        )
         self._deadline_s = require_finite_float(deadline_s, "deadline_s", exclusive_minimum=0.0)
         if on_event is not None and not callable(on_event):
             raise TypeError(f"on_event={on_event!r} must be callable or None")
@@ -274,4 +288,6 @@ class StudentClient:
 
 
 def _seconds(timeout_ms: object) -> float:
+    if type(timeout_ms) is int and 0 <= timeout_ms <= A_DAY_MS:  # once for each sample
+        return timeout_ms / 1000
     return require_finite_float(timeout_ms, "timeout_ms", minimum=0.0) / 1000

@@ -8,6 +8,7 @@ each sample one comparison says whether it is still wanted.
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import secrets
 import signal
@@ -21,11 +22,12 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 from mixle.data.teacher import messages
 from mixle.data.teacher.attachments import Attachments, Place
+from mixle.data.teacher.cleanup import tidy
 from mixle.data.teacher.generation import Demand, Generator, GeneratorFunction, Target
 from mixle.data.teacher.keys import Keys, require_keys
 from mixle.data.teacher.messages import FAILED, NO_MODEL, SKIPPED, DonePiece, HeldPiece, ModelState, WorkPiece
 from mixle.data.teacher.peer import Peer, refusal
-from mixle.data.teacher.run import process_identity, require_endpoint, require_host_id
+from mixle.data.teacher.run import process_identity, require_endpoint, require_host_id, teacher_directory
 from mixle.utils.exact import require_exact_bool, require_exact_int, require_finite_float
 
 __all__ = ["Worker"]
@@ -71,6 +73,8 @@ class Worker:
         keys: CURVE keys, or the directory that has them.
         insecure: allow TCP without keys.
         host_id: 16 hexadecimal digits; workers and students with the same share memory. None asks the system.
+        directory: the user's directory of runs, as the broker has it; None is ``$MIXLE_TEACHER_DIR`` or one in
+            ``~/.cache``.
         checksum: put a CRC-32 beside each sample, which the student checks.
         on_event: called with a kind and its details: registered, model, failed, refused, abandoned, finished, stopped,
             broker_silent.
@@ -95,6 +99,7 @@ class Worker:
         keys: object = None,
         insecure: bool = False,
         host_id: str | None = None,
+        directory: str | os.PathLike[str] | None = None,
         checksum: bool = False,
         on_event: OnEvent | None = None,
         deadline_s: float = 30.0,
@@ -117,11 +122,15 @@ class Worker:
         self.prefetch = require_exact_int(prefetch, "prefetch", minimum=1, maximum=messages.MAX_PREFETCH)
         self._keys: Keys | None = require_keys(keys)
         self._insecure = require_exact_bool(insecure, "insecure")
-        keyed = self._keys is not None
-        self.backend_endpoint = require_endpoint(backend_endpoint, "backend", keyed=keyed, insecure=self._insecure)
-        self.control_pub_endpoint = require_endpoint(
-            control_pub_endpoint, "control_pub", keyed=keyed, insecure=self._insecure
-        )
+        self._directory = None if directory is None else teacher_directory(directory)
+
+        def endpoint(value: str | None, name: str) -> str:
+            return require_endpoint(
+                value, name, directory=self._directory, keyed=self._keys is not None, insecure=self._insecure
+            )
+
+        self.backend_endpoint = endpoint(backend_endpoint, "backend")
+        self.control_pub_endpoint = endpoint(control_pub_endpoint, "control_pub")
         self._host = require_host_id(host_id)
         self._on_event = on_event
         self._deadline_s = require_finite_float(deadline_s, "deadline_s", exclusive_minimum=0.0)
@@ -345,9 +354,11 @@ class Worker:
         if self._attachments is None or self._attachments.run_id != welcome.run_id:
             if self._attachments is not None:
                 self._attachments.close()
+            tidy(welcome.run_id, directory=self._directory)
             self._attachments = Attachments(
                 welcome.run_id,
                 host=self._host,
+                directory=self._directory,
                 slot_size=self.slot_size,
                 context=peer.context,
                 keys=self._keys,

@@ -7,10 +7,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from raw_teacher_peers import until
+from teacher_run import CONFIG, sample, teacher_run
 
 from mixle.data.teacher import cleanup
-from mixle.data.teacher.cleanup import clean
+from mixle.data.teacher.cleanup import clean, tidy
 from mixle.data.teacher.mediums import FileMedium, SharedMemoryManager
+from mixle.data.teacher.student import StudentClient
 
 RUN = f"{os.getpid():08x}"  # of this test process, so that tests that run beside it do not meet its segments
 SHM = Path("/dev/shm")
@@ -32,8 +35,12 @@ paths = ["/dev/shm/" + media[0].buf_name, str(slots_directory() / media[1].buf_n
 """
 
 
-def left_by_a_killed_process(before_death=""):
-    code = MAKE_BOTH + textwrap.dedent(before_death) + "print(json.dumps(paths), flush=True)\nos.kill(os.getpid(), 9)\n"
+def left_by_a_killed_process(before_death="", run_id=RUN):
+    code = (
+        MAKE_BOTH.replace(RUN, run_id)
+        + textwrap.dedent(before_death)
+        + "print(json.dumps(paths), flush=True)\nos.kill(os.getpid(), 9)\n"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
     return json.loads(done.stdout)
@@ -113,3 +120,38 @@ def test_what_another_user_left_stays():
 def test_a_run_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"run_id='\.\.' must be 8 hexadecimal digits"):
         clean("..")
+
+
+def start_broker(run):
+    run.start_broker()
+
+
+def start_worker(run):
+    run.start_worker(lambda model_id, model_cfg: sample(1))
+
+
+def start_student(run):
+    with StudentClient(0, 1, CONFIG, **run.client) as client:
+        client.hello()
+
+
+@pytest.mark.parametrize("start", [start_broker, start_worker, start_student])
+def test_the_next_process_of_a_run_removes_what_all_of_its_processes_left(start):
+    with teacher_run() as run:
+        with run.start_broker() as broker:
+            run_id = broker.stats.run_id
+            paths = left_by_a_killed_process(run_id=run_id) if start is start_broker else []
+        if start is not start_broker:
+            run.start_broker()
+            paths = left_by_a_killed_process(run_id=run_id)
+        assert all(os.path.exists(path) for path in paths)
+        start(run)
+        until(lambda: not any(os.path.exists(path) for path in paths), "the removal")
+
+
+def test_what_cannot_be_cleaned_is_logged_and_keeps_nobody_from_starting(tmp_path, caplog):
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir(mode=0o755)
+    with caplog.at_level("WARNING"):
+        tidy(RUN, directory=open_to_all)
+    assert "others must not enter it" in caplog.text

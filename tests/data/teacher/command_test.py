@@ -112,7 +112,7 @@ def test_without_a_broker_the_endpoint_is_named_by_the_deadline(directory):
     ],
 )
 def test_bad_options_are_refused_in_one_line(directory, arguments, message):
-    status, text = mixle(*arguments, *(("--directory", directory) if arguments[0] != "worker" else ()))
+    status, text = mixle(*arguments, "--directory", directory)
     assert status == 2
     assert message in text and "Traceback" not in text
 

@@ -3,18 +3,21 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import socket
 import threading
 import time
 import weakref
 
 import pytest
 import torch
-from raw_teacher_peers import until
+from raw_teacher_peers import RawWorker, until
 from teacher_run import CONFIG, free_ports, sample, teacher_run
 
+from mixle.data.teacher import messages
 from mixle.data.teacher.batch_ref import BatchRef
 from mixle.data.teacher.broker import Broker
 from mixle.data.teacher.errors import BrokerUnreachable, GeneratorFailed, LeaderRefused, NoWorker, TeacherError
+from mixle.data.teacher.run import ProcessIdentity
 from mixle.data.teacher.specs import BatchConfig, TensorSpec
 from mixle.data.teacher.student import StudentClient
 from mixle.data.teacher.worker import Worker
@@ -331,6 +334,12 @@ def test_slots_that_do_not_fit_are_refused_at_construction_with_both_sizes(run):
         ({"medium": "disk"}, ValueError, "medium='disk'"),
         ({"frontend_endpoint": "tcp://127.0.0.1:5"}, ValueError, "insecure=True"),
         ({"generation_value": 3}, TypeError, "generation_value=3"),
+        ({"directory": ""}, ValueError, "directory=''"),
+        ({"data_port": 5000}, ValueError, "data_port=5000 is where samples come in over the network; ipc"),
+        ({"data_port": 0}, ValueError, "data_port=0 must be at least 1"),
+        ({"data_port": True}, TypeError, "data_port=True"),
+        ({"data_port": (9, 5)}, ValueError, r"data_port=\(9, 5\) must be \(lowest, highest\)"),
+        ({"data_port": (1, 2, 3)}, ValueError, r"data_port=\(1, 2, 3\)"),
         ({"on_event": 3}, TypeError, "on_event=3"),
     ],
 )
@@ -399,6 +408,19 @@ def test_a_file_of_slots_serves_as_shared_memory_does(run):
         assert run.segments() == before
 
 
+def test_broker_worker_and_student_agree_on_a_directory_that_is_not_the_default(run, tmp_path):
+    directory = tmp_path / "t"
+    with (
+        Broker(directory=directory, heartbeat_s=0.05),
+        Worker(counting(), 4096, directory=directory),
+        StudentClient(0, 2, CONFIG, medium="file", directory=directory) as client,
+        client.request_sample(20_000) as ref,
+    ):
+        assert ref.tensors()["x"].tolist() == [0.0] * 3
+        assert [path.name for path in (directory / "slots").iterdir()] == [client.hello()["buf_name"].lstrip("/")]
+        assert not os.path.exists(os.environ["MIXLE_TEACHER_DIR"])
+
+
 def test_a_worker_of_another_host_sends_over_the_network():
     ends = [f"tcp://127.0.0.1:{port}" for port in free_ports(4)]
     with (
@@ -413,6 +435,69 @@ def test_a_worker_of_another_host_sends_over_the_network():
                 assert ref.tensors()["x"].tolist() == [float(ref.tensors()["y"])] * 3
                 seen.append(ref.tensors()["y"].item())
         assert len(set(seen)) == 20
+
+
+def loopback(**options):
+    """A broker that is reached by TCP, and the arguments of clients that find it."""
+    ends = [f"tcp://127.0.0.1:{port}" for port in free_ports(4)]
+    client = {"frontend_endpoint": ends[0], "control_endpoint": ends[2], "control_pub_endpoint": ends[3]}
+    return Broker(*ends, insecure=True, heartbeat_s=0.05, **options), {**client, "insecure": True}
+
+
+def loses_samples(broker):
+    """A worker of another host that says that it has sent what it never made, once."""
+    identity = ProcessIdentity("0" * 16, 1, 1)
+    with RawWorker(broker.endpoints.backend, slot_size=4096, identity=identity) as worker:
+        pieces = worker.work().pieces
+        worker.report(pieces)
+        worker.beat()
+        worker.send(messages.Bye())
+    return pieces
+
+
+def test_samples_that_were_lost_on_their_way_are_ordered_again():
+    broker, client = loopback(timeout_s=0.2)
+    with broker, StudentClient(0, 1, CONFIG, **client) as student:
+        assert student.request_sample(0) is None
+        [lost] = loses_samples(broker)
+        ends = broker.endpoints
+        with (
+            Worker(counting(), 4096, ends.backend, ends.control_pub, insecure=True, host_id="0" * 16),
+            student.request_sample(30_000) as ref,
+        ):
+            assert ref.slot_id == lost.first_slot and ref.tensors()["y"].item() == 0
+
+
+def test_samples_that_are_lost_every_time_are_an_error_and_the_next_call_orders_anew():
+    broker, client = loopback(timeout_s=0.2)
+    with broker, StudentClient(0, 1, CONFIG, **client) as student:
+        for _ in range(2):
+            for _ in range(3):
+                until(lambda: student.request_sample(10) is None and broker.stats.queued == 1, "an order")
+                loses_samples(broker)
+            with pytest.raises(GeneratorFailed, match=r"in 3 tries: .*sent slot 0, and no such sample came"):
+                student.request_sample(30_000)
+
+
+def test_samples_come_in_at_the_port_that_was_asked_for_and_one_in_use_is_named():
+    [port] = free_ports(1)
+    broker, client = loopback()
+    ends = broker.endpoints
+    with (
+        broker,
+        Worker(counting(), 4096, ends.backend, ends.control_pub, insecure=True, host_id="0" * 16),
+        StudentClient(0, 1, CONFIG, data_port=port, **client) as student,
+    ):
+        student.request_sample(30_000).release()
+        with (
+            StudentClient(1, 1, CONFIG, data_port=port, **client) as other,
+            pytest.raises(OSError, match=rf"data_port={port} is in use at tcp://127.0.0.1; give another"),
+        ):
+            other.hello()
+        with StudentClient(1, 1, CONFIG, data_port=(port, min(port + 50, 65_535)), **client) as other:
+            other.request_sample(30_000).release()
+        with socket.socket() as probe:
+            probe.connect(("127.0.0.1", port))
 
 
 def test_a_restarted_broker_is_told_what_is_outstanding(run):
