@@ -19,7 +19,6 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from mixle.data.teacher import messages
-from mixle.data.teacher.cleanup import clean
 from mixle.data.teacher.cleanup import tidy
 from mixle.data.teacher.keys import Admission, Keys, require_keys
 from mixle.data.teacher.process_watch import ProcessWatch
@@ -237,7 +236,6 @@ class _Service:
         with ExitStack() as stack:
             run = stack.enter_context(held_run(endpoints, directory))
             tidy(run.run_id, directory=directory)  # what died while there was no broker
-            clean(run.run_id, directory=directory)  # what died while there was no broker
             self._woken, self._waker = socketpair()
             for end in (self._woken, self._waker):
                 stack.callback(end.close)

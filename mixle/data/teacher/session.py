@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from typing import Any
 
 from mixle.data.teacher import messages
-from mixle.data.teacher.cleanup import clean
 from mixle.data.teacher.cleanup import tidy
 from mixle.data.teacher.errors import GeneratorFailed, TeacherError
 from mixle.data.teacher.fence import Fence
@@ -76,7 +75,6 @@ class Session:
         self._pid = os.getpid()
         self.run = ask(station.frontend, keys=station.keys, deadline_s=deadline_s)
         fence.learn(self.run.model)
-        clean(self.run.run_id)
         tidy(self.run.run_id, directory=station.runs_directory)
         size = station.layout.segment_bytes(station.slot_count)
         self.segment = Segment.create(size, run_id=self.run.run_id, medium=station.medium, directory=station.directory)
