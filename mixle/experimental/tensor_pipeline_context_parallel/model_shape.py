@@ -139,6 +139,15 @@ class ModelShape:
         own = self.embedding_parameters() + self.head_parameters() - shared
         return own + self.n_layer * self.block_parameters()
 
+    def operations_per_token(self, seq_len: int) -> int:
+        """Return the floating-point operations that training takes per token, without any that are computed again.
+
+        Six per element of every matrix that a token is multiplied by, and ``12 n_layer q_width seq_len`` of attention
+        (Chowdhery et al., arXiv 2204.02311, appendix B), which counts keys that a causal mask hides, as is usual.
+        """
+        matrices = self.n_layer * self.block_matrices + self.vocab * self.d_model
+        return 6 * matrices + 12 * self.n_layer * self.q_width * seq_len
+
 
 def _llama(name: str, vocab: int, widths: tuple[int, int, int, int, int]) -> ModelShape:
     n_layer, d_model, n_head, n_kv_head, d_mlp = widths

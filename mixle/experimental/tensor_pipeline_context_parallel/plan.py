@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from mixle.utils.exact import require_choice, require_positive_int
 
@@ -95,6 +95,29 @@ class Plan:
     def idle_fraction(self) -> float:
         """The part of a step that a pipeline rank waits."""
         return self.bubble / (1 + self.bubble)
+
+    def handle_arguments(self) -> dict[str, Any]:
+        """Return the plan as keyword arguments of ``StreamingTokenEncodedData`` and ``validate_tp_pp_cp_plan``.
+
+        Data replicas are what the sizes leave of the ranks.
+
+        Raises:
+            ValueError: more stages per rank than handles make.
+        """
+        usual = STAGES_PER_RANK[self.pp_schedule] if self.pp > 1 else 1
+        if self.stages_per_rank != usual:
+            raise ValueError(
+                f"stages_per_rank={self.stages_per_rank} is not what a handle runs with "
+                f"pp_schedule={self.pp_schedule!r}; use {usual}"
+            )
+        return {
+            "tp_size": self.tp,
+            "pp_size": self.pp,
+            "cp_size": self.cp,
+            "cp_mode": self.cp_mode,
+            "microbatches": self.microbatches if self.pp > 1 else None,
+            "pp_schedule": self.pp_schedule,
+        }
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """Return the stages that a pipeline rank holds."""

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from mixle.experimental.tensor_pipeline_context_parallel.hardware import GIB, HARDWARE, Hardware
 from mixle.experimental.tensor_pipeline_context_parallel.memory import memory_by_rank
@@ -30,8 +30,8 @@ from mixle.utils.exact import require_choice, require_exact_int, require_positiv
 
 CONTEXT_BYTES = 2 * GIB
 """What an accelerator's driver and communication buffers take beside what the allocator reserves."""
-FEWEST_TOKENS = 512
-"""Of a row, on one context rank: with fewer, attention's kernels are far from the rate that is assumed."""
+MOST_DOUBLINGS = 8
+"""Of the ranks, when none fits, to find out how many would do."""
 
 
 def propose_plans(
@@ -51,7 +51,8 @@ def propose_plans(
     """Rank every plan of ``world_size`` accelerators by predicted time.
 
     For each mesh ``(pp, dp, cp, tp)`` the fastest way to run it that fits is chosen: schedule and microbatches, ring or
-    all-gather, what is computed again in the backward pass. Replicas shard with FSDP2.
+    all-gather, what is computed again in the backward pass. Replicas shard with FSDP2. Plans whose context ranks would
+    have fewer than 512 tokens of a row (``Hardware.fewest_tokens``; on CPUs any number will do) are left out.
 
     Args:
         model: a :class:`~mixle.models.CausalLM`, a ``ModelShape``, a name such as ``"llama3-8b"`` or a size such as
@@ -97,18 +98,17 @@ def propose_plans(
     if recompute is not None:
         choices = (require_choice(recompute, "recompute", RECOMPUTES),)
 
+    def fits(ranks: int) -> bool:
+        return any(
+            _memory(shape, way) <= limit
+            for mesh in _meshes(ranks, widest)
+            for way in _ways(shape, mesh, rows, all_rows, base, choices[-1:], device)[1]
+        )
+
     ranked, excluded = [], []
-    for dp, tp, pp, cp in _meshes(world, widest):
-        mesh = Plan(dp=dp, tp=tp, pp=pp, cp=cp)
-        if all_rows is not None and all_rows % dp:
-            excluded.append(Exclusion(mesh, f"dp={dp} must divide global_batch_size={all_rows}"))
-            continue
-        reason, tries = "", []
-        for at_once, accumulation in _passes(rows, None if all_rows is None else all_rows // dp, pp):
-            workload = replace(base, batch_size=at_once)
-            refusal, found = _tries(shape, mesh, workload, choices, device)
-            reason = reason or refusal
-            tries += [replace(proposal, accumulation=accumulation) for proposal in found]
+    for mesh in _meshes(world, widest):
+        reason, ways = _ways(shape, mesh, rows, all_rows, base, choices, device)
+        tries = [_proposal(shape, way, device) for way in ways]
         fitting = [proposal for proposal in tries if proposal.memory <= limit]
         if fitting:
             ranked.append(max(fitting, key=lambda proposal: proposal.tokens_per_second))
@@ -125,7 +125,11 @@ def propose_plans(
         f"{shape.name or 'model'}: {_count(shape.parameters)} parameters on {world} x {device.name}, {batch} of "
         f"{seq_len} tokens, {precision}"
     )
-    return Proposals(title=title, ranked=tuple(ranked), excluded=tuple(excluded), limit=limit)
+    enough = None
+    if not ranked:
+        larger = itertools.takewhile(MOST_RANKS.__ge__, (world << times for times in range(1, MOST_DOUBLINGS + 1)))
+        enough = next((count for count in larger if fits(count)), None)
+    return Proposals(title=title, ranked=tuple(ranked), excluded=tuple(excluded), limit=limit, enough=enough)
 
 
 def _rows(value: object, name: str) -> int | None:
@@ -142,14 +146,14 @@ def _shape(model: Any) -> ModelShape:
     return shape_of_size(model) if isinstance(model, str) else ModelShape.of(model)
 
 
-def _meshes(world: int, widest: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (dp, tp, pp, cp) with that product."""
+def _meshes(world: int, widest: int) -> Iterator[Plan]:
+    """Yield meshes of so many ranks."""
     for tp in divisors(world):
         if tp > widest:
             return
         for pp in divisors(world // tp):
             for cp in divisors(world // tp // pp):
-                yield world // (tp * pp * cp), tp, pp, cp
+                yield Plan(dp=world // (tp * pp * cp), tp=tp, pp=pp, cp=cp)
 
 
 def _passes(rows: int | None, rows_per_replica: int | None, pp: int) -> list[tuple[int, int]]:
@@ -162,25 +166,54 @@ def _passes(rows: int | None, rows_per_replica: int | None, pp: int) -> list[tup
     return [(rows_per_replica // passes, passes) for passes in divisors(rows_per_replica)]
 
 
-def _tries(
-    shape: ModelShape, mesh: Plan, workload: Workload, recomputes: Sequence[Recompute], hardware: Hardware
-) -> tuple[str, list[Proposal]]:
+class _Way(NamedTuple):
+    """One way to run a mesh: rows at once, and passes of them."""
+
+    plan: Plan
+    workload: Workload
+    passes: int
+
+
+def _ways(
+    shape: ModelShape,
+    mesh: Plan,
+    rows: int | None,
+    all_rows: int | None,
+    base: Workload,
+    recomputes: Sequence[Recompute],
+    hardware: Hardware,
+) -> tuple[str, list[_Way]]:
     """Return every way to run a mesh, or why there is none."""
-    if mesh.cp > 1 and workload.seq_len < FEWEST_TOKENS * mesh.cp:
-        return f"cp={mesh.cp} leaves a rank fewer than {FEWEST_TOKENS} of the {workload.seq_len} tokens of a row", []
-    reason, tries = "", []
+    if all_rows is not None and all_rows % mesh.dp:
+        return f"dp={mesh.dp} must divide global_batch_size={all_rows}", []
+    if mesh.cp > 1 and base.seq_len < hardware.fewest_tokens * mesh.cp:
+        return (
+            f"cp={mesh.cp} leaves a rank fewer than {hardware.fewest_tokens} of the {base.seq_len} tokens of a row",
+            [],
+        )
+    reason, ways = "", []
+    for at_once, passes in _passes(rows, None if all_rows is None else all_rows // mesh.dp, mesh.pp):
+        refusal, plans = _plans(shape, mesh, at_once, base.seq_len)
+        reason = reason or refusal
+        workloads = [replace(base, batch_size=at_once, recompute=choice) for choice in recomputes]
+        ways += [_Way(plan, workload, passes) for plan, workload in itertools.product(plans, workloads)]
+    return reason, ways
+
+
+def _plans(shape: ModelShape, mesh: Plan, batch_size: int, seq_len: int) -> tuple[str, list[Plan]]:
+    """Return every schedule, cut of the batch and way of context parallelism, or which rule is in the way."""
+    reason, plans = "", []
     schedules: tuple[PpSchedule, ...] = tuple(STAGES_PER_RANK) if mesh.pp > 1 else ("1f1b",)
     modes = CP_MODES if mesh.cp > 1 else CP_MODES[:1]
-    parts = _microbatches(workload.batch_size, mesh.pp)
-    for schedule, mode, microbatches in itertools.product(schedules, modes, parts):
+    for schedule, mode, microbatches in itertools.product(schedules, modes, _microbatches(batch_size, mesh.pp)):
         request = Request(
             tp_size=mesh.tp,
             pp_size=mesh.pp,
             cp_size=mesh.cp,
             world_size=mesh.world_size,
-            batch_size=workload.batch_size,
+            batch_size=batch_size,
             microbatches=microbatches,
-            block=workload.seq_len,
+            block=seq_len,
             cp_mode=mode,
             pp_schedule=schedule,
             n_head=shape.n_head,
@@ -192,21 +225,29 @@ def _tries(
             dropout=None,
         )
         fault = first_fault(request)
-        if fault is not None:
+        if fault is None:
+            plans.append(resolve(request)[0])
+        else:
             reason = reason or fault.statement
-            continue
-        plan, _ = resolve(request)
-        tries += [_proposal(shape, plan, replace(workload, recompute=choice), hardware) for choice in recomputes]
-    return reason, tries
+    return reason, plans
 
 
-def _proposal(shape: ModelShape, plan: Plan, workload: Workload, hardware: Hardware) -> Proposal:
-    return Proposal(
-        plan=plan,
-        workload=workload,
-        time=step_time(shape, plan, workload, hardware),
-        memory=max(rank.reserved for rank in memory_by_rank(shape, plan, workload)),
+def _memory(shape: ModelShape, way: _Way) -> int:
+    return max(rank.reserved for rank in memory_by_rank(shape, way.plan, way.workload))
+
+
+def _proposal(shape: ModelShape, way: _Way, hardware: Hardware) -> Proposal:
+    proposal = Proposal(
+        plan=way.plan,
+        workload=way.workload,
+        time=step_time(shape, way.plan, way.workload, hardware),
+        memory=_memory(shape, way),
+        accumulation=way.passes,
     )
+    peak = hardware.peak.get(way.workload.precision)
+    if peak is None:
+        return proposal
+    return replace(proposal, mfu=proposal.tokens_per_second * shape.operations_per_token(way.workload.seq_len) / peak)
 
 
 def _microbatches(batch_size: int, pp: int) -> Sequence[int | None]:

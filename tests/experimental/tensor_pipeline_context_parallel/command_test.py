@@ -40,13 +40,21 @@ def test_a_model_is_given_by_its_widths():
 def test_the_table_is_as_long_as_asked():
     _, output = invoke("--params", "8B", *STEP, "--rows", "2", "--near-misses", "0")
     lines = output.splitlines()
-    assert len(lines) == 6
-    assert lines[-1].startswith("and ")
+    assert len(lines) == 7
+    assert lines[-2].startswith("and ")
+    assert lines[-1].startswith("= within 10% of the fastest")
+
+
+def test_no_plan_that_fits_is_a_failure_that_says_what_would_do():
+    code, output = invoke("--params", "405B", "--gpus", "8", "--batch-size", "1", "--seq-len", "8192")
+    assert code == 1
+    assert "No plan fits into 78.0 GiB per rank. 128 ranks are enough. On 8, 809.2 GiB per rank are enough" in output
 
 
 def test_a_limit_excludes_what_needs_more():
-    _, output = invoke("--params", "8B", *STEP, "--memory-gib", "8")
-    assert "of 8.0 GiB" in output
+    code, output = invoke("--params", "8B", *STEP, "--memory-gib", "30")
+    assert code == 0
+    assert "of 30.0 GiB" in output
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

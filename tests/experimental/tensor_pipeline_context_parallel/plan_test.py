@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mixle.experimental.tensor_pipeline_context_parallel import ModelShape, validate_tp_pp_cp_plan
 from mixle.experimental.tensor_pipeline_context_parallel.plan import Plan, default_microbatches, split_blocks
 
 
@@ -95,3 +96,19 @@ def test_microbatches_chosen_divide_the_batch_and_keep_all_ranks_busy_if_rows_al
     chosen = default_microbatches(batch_size, pp)
     assert batch_size % chosen == 0
     assert chosen >= min(pp, batch_size)
+
+
+class TestHandleArguments:
+    @pytest.mark.parametrize("plan", [
+        Plan(), Plan(dp=2, tp=2),
+        Plan(pp=2, microbatches=4, pp_schedule="interleaved"), Plan(cp=2, cp_mode="allgather"),
+    ])  # fmt: skip
+    def test_the_validator_makes_the_same_plan_of_them(self, plan):
+        module = ModelShape(vocab=8, d_model=8, n_layer=4, n_head=2)
+        made = validate_tp_pp_cp_plan(module, **plan.handle_arguments(), world_size=plan.world_size, block=8)
+        assert made.plan == plan
+
+    def test_more_stages_than_a_handle_makes_are_refused(self):
+        plan = Plan(pp=2, microbatches=4, pp_schedule="interleaved", stages_per_rank=4)
+        with pytest.raises(ValueError, match=r"stages_per_rank=4 is not what a handle runs with .*; use 2"):
+            plan.handle_arguments()

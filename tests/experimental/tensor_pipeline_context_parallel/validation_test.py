@@ -136,7 +136,8 @@ def test_each_argument_at_fault_is_named():
         validate_tp_pp_cp_plan(MODEL, tp_size=3, pp_size=9, cp_size=5)
     assert str(refusal.value) == (
         "tp_size=3 must divide n_head=8; pp_size=9 needs at least as many blocks, and the module has 6; cp_size=5 "
-        "splits each sequence into 10 parts, which must divide block=48; nearest that do: tp_size=4, pp_size=6, cp_size=6"
+        "splits each sequence into 10 parts, which must divide block=48; nearest that do: tp_size=4, pp_size=6, "
+        "cp_size=6"
     )
 
 
