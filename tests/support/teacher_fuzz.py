@@ -60,7 +60,7 @@ def valid_but_absurd(dice: random.Random, run_id: str) -> messages.Message:
         slot_count=dice.choice([1, 65_536]),
         packed_bytes=dice.randrange(2**40),
         layout=dice.randbytes(30),
-        data_endpoint="tcp://256.256.256.256:1",
+        data_endpoint=dice.choice([None, "tcp://256.256.256.256:1"]),
         data_key=None,
         model=model,
     )
@@ -72,7 +72,7 @@ def valid_but_absurd(dice: random.Random, run_id: str) -> messages.Message:
         slot_size=0,
         max_batch=dice.choice([None, 65_536]),
         patterns=("(a+)+$", "*" * 200, "*a" * 100),
-        prefetch=1_024,
+        prefetch=16,
         held=held,
         model=model,
     )

@@ -18,7 +18,7 @@ from socket import socketpair
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from mixle.data.teacher import messages
+from mixle.data.teacher import messages, wire
 from mixle.data.teacher.cleanup import tidy
 from mixle.data.teacher.keys import Admission, Keys, require_keys
 from mixle.data.teacher.process_watch import ProcessWatch
@@ -324,13 +324,14 @@ class _Service:
             self._cleanup.close()
 
     def _drain(self, channel: Channel, socket: Any) -> None:
-        handle, noblock, again = self._routing.handle, self._zmq.NOBLOCK, self._zmq.Again
+        handle, again = self._routing.handle, self._zmq.Again
+        by_tcp = channel == "frontend" and self.endpoints.frontend.startswith("tcp://")
         for _ in range(DRAINED):
             try:
-                frames = socket.recv_multipart(noblock)
+                frames, address = wire.receive_from(socket) if by_tcp else (wire.receive(socket), None)
             except again:
                 return
-            handle(channel, frames[0], frames[1:], time.monotonic())
+            handle(channel, frames[0], frames[1:], time.monotonic(), address)
 
     def _subscribe(self) -> None:
         """Accept subscriptions to what is published, and no others: each would take memory."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import logging
 import math
 import os
@@ -121,8 +122,13 @@ class Routing:
 
     # What comes in.
 
-    def handle(self, channel: Channel, connection: bytes, frames: list[bytes], now: float) -> None:
-        """Obey one message, or count and answer what is none; raises nothing."""
+    def handle(
+        self, channel: Channel, connection: bytes, frames: list[bytes], now: float, address: str | None = None
+    ) -> None:
+        """Obey one message, or count and answer what is none; raises nothing.
+
+        ``address`` is the IP address that it came from, if it came by TCP.
+        """
         try:
             if len(frames) != 2:
                 raise ProtocolError(f"a message has 2 frames, this one {len(frames)}")
@@ -133,12 +139,12 @@ class Routing:
             self._answer_noise(channel, connection, _error(kind, str(error)))
             return
         try:
-            self._obey(channel, connection, message, now)
+            self._obey(channel, connection, message, now, address)
         except Exception:  # one peer's message must not end the service of all
             self.internal_errors += 1
             logger.exception("could not handle %s", type(message).__name__)
 
-    def _obey(self, channel: Channel, connection: bytes, message: Message, now: float) -> None:
+    def _obey(self, channel: Channel, connection: bytes, message: Message, now: float, address: str | None) -> None:
         peer = self._connections.get((channel, connection))
         match message:
             case messages.Beat():
@@ -148,7 +154,7 @@ class Routing:
             case messages.Stats():
                 self._answer(channel, connection, messages.StatsReply(stats=self.stats(now).pack()))
             case messages.Hello():
-                self._hello(connection, message, now)
+                self._hello(connection, message, now, address)
             case messages.Ready():
                 self._ready(connection, message, now)
             case messages.SetModel():
@@ -291,11 +297,15 @@ class Routing:
 
     # Registration.
 
-    def _hello(self, connection: bytes, hello: messages.Hello, now: float) -> None:
+    def _hello(self, connection: bytes, hello: messages.Hello, now: float, address: str | None) -> None:
         prefix = f"/mx{self.run.run_id}-{hello.identity.pid:x}-"
         if not hello.segment.startswith(prefix):
             refusal = f"segment={hello.segment!r} is not one of this run and process, which begin with {prefix}"
             self._answer_noise("frontend", connection, _error("refused", refusal))
+            return
+        elsewhere = _elsewhere(hello.data_endpoint, address)
+        if elsewhere is not None:
+            self._answer_noise("frontend", connection, _error("identity", elsewhere))
             return
         owner = next((p for p in self._student_ids.values() if _segment(p) == hello.segment), None)
         if owner is not None and (owner.name, owner.identity) != (hello.student_id, hello.identity):
@@ -568,6 +578,28 @@ class Routing:
 
 def _error(kind: str, message: str, request_id: bytes | None = None) -> messages.Error:
     return messages.Error(kind=kind, message=message[:1_000], request_id=request_id)
+
+
+def _elsewhere(data_endpoint: str | None, address: str | None) -> str | None:
+    """Say what is wrong with where a student takes samples: workers are sent to its own address, and nowhere else."""
+    if data_endpoint is None:
+        return None
+    host = data_endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        if address is not None and _ip(host) == _ip(address):
+            return None
+    except ValueError:
+        return f"data_endpoint={data_endpoint!r} must have an IP address"
+    return (
+        f"data_endpoint={data_endpoint!r} is not where this student's connection comes from, {address or 'this host'}; "
+        "a student takes samples at the address by which the broker sees it, so no NAT may be between them"
+    )
+
+
+def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return an address, without a zone, an IPv4 one that is written as IPv6 as what it is."""
+    address = ipaddress.ip_address(text.partition("%")[0])
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def _student(peer: Peer) -> Student:

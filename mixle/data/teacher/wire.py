@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mixle.utils.optional_import import optional_import
+
 # libzmq's own numbers, as plain integers: pyzmq's enumerations cost more to combine than a frame to send.
 POLLIN, NOBLOCK, SNDMORE, EVENTS = 1, 1, 2, 15
 
@@ -27,12 +29,29 @@ def receive(socket: Any) -> list[bytes]:
     Raises:
         zmq.Again: there is none.
     """
+    return _receive(socket)[0]
+
+
+def receive_from(socket: Any) -> tuple[list[bytes], str | None]:
+    """Return the frames of a message that came by TCP, and its IP address unless the sender was gone at once.
+
+    Raises:
+        zmq.Again: there is none.
+    """
+    frames, last = _receive(socket)
+    try:
+        return frames, last.get("Peer-Address")
+    except optional_import("zmq", extra="teacher").ZMQError:
+        return frames, None
+
+
+def _receive(socket: Any) -> tuple[list[bytes], Any]:
     frame = socket.recv(NOBLOCK, False)
     frames = [frame.bytes]
     while frame.more:
         frame = socket.recv(NOBLOCK, False)
         frames.append(frame.bytes)
-    return frames
+    return frames, frame
 
 
 def has_message(socket: Any) -> bool:

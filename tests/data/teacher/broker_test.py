@@ -246,6 +246,21 @@ def test_a_foreign_segment_is_refused(broker, peers, changes, message):
     assert refused.kind == "refused" and message in refused.message
 
 
+@pytest.mark.parametrize("host", ["127.0.0.2", "10.9.8.7", "[::1]", "localhost", "256.1.1.1", "169.254.169.254"])
+def test_workers_are_sent_to_no_address_but_the_students_own(directory, peers, host):
+    with Broker("tcp://127.0.0.1:*", directory=directory, insecure=True) as broker:
+        student = peers(RawStudent, broker.endpoints.frontend, register=False)
+        refused = student.ask(student.hello(data_endpoint=f"tcp://{host}:5"), messages.Error)
+        assert refused.kind == "identity" and f"data_endpoint='tcp://{host}:5'" in refused.message
+        assert student.register(data_endpoint="tcp://127.0.0.1:5").run_id == student.run.run_id
+
+
+def test_a_student_of_this_host_names_no_address_on_the_network(broker, peers):
+    student = peers(RawStudent, broker.endpoints.frontend, register=False)
+    refused = student.ask(student.hello(data_endpoint="tcp://127.0.0.1:5"), messages.Error)
+    assert refused.kind == "identity" and "no NAT may be between them" in refused.message
+
+
 def test_a_process_that_is_not_there_is_refused(broker, peers):
     identity = process_identity()._replace(start=1)
     student = peers(RawStudent, broker.endpoints.frontend, identity=identity, register=False)
