@@ -30,6 +30,7 @@ def public_modules() -> list[str]:
         "mixle.utils.parallel.multiprocessing",
         "mixle.utils.parallel.torchrun",
         "mixle.utils.parallel.torch_neural",
+        "mixle.utils.parallel.teacher",
         "mixle.utils.exact",
         "mixle.utils.vector",
         "mixle.utils.optional_import",
