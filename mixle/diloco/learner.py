@@ -231,7 +231,7 @@ class Learner:
 
     def _align(self, landing: Landing) -> None:
         self.seen = max(self.seen, landing.round)
-        self._open -= self._answered(landing)
+        self._open = {round_ for round_ in self._open if round_ > self.seen}
         if landing.broken in self._kept:
             self._return_to_anchors()
         if landing.theta is None:

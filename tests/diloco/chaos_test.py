@@ -1,4 +1,4 @@
-"""Real processes that are killed, stopped and lied to; `programs/chaos.py` says what is checked, and runs more seeds."""
+"""Real processes that are killed, stopped and lied to; `programs/chaos.py` says what is checked and runs more seeds."""
 
 from __future__ import annotations
 

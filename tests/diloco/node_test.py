@@ -382,3 +382,21 @@ def test_a_run_without_a_version_that_can_be_read_is_not_begun_again_from_its_ba
             flip_bit(store, key)
     with pytest.raises(RuntimeError, match="no version of fragment 0 can be read, the newest of round 5"):
         hand("late")
+
+
+def test_a_learner_that_jumps_past_a_round_it_cannot_read_does_not_wait_for_it(hand, store):
+    algorithm = DiLoCo(3, 3, grace_seconds=0.0)
+    closer, late = hand("closer", algorithm), hand("late", algorithm)
+    for each in (closer, late):
+        each.renew()
+        each.train(1)
+        each.node._publish()
+    for _ in range(5):
+        closer.tick()
+        closer.train(1)
+    flip_bit(store, record_of(store, 0).theta.key)
+    flip_bit(store, record_of(store, 3).theta.key)
+    late.tick()
+    late.learner.move()
+    assert late.learner.seen == closer.node.newest == 4
+    assert not late.learner.is_waiting_for_commits

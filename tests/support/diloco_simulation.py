@@ -14,7 +14,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -28,7 +28,7 @@ from mixle.diloco.algorithm import DiLoCo
 from mixle.diloco.alignment import Adaptive, Blend, Carry, Overwrite
 from mixle.diloco.compression import Codec, decode
 from mixle.diloco.lease import IdInUse, LeaseKeeper
-from mixle.diloco.mailbox import TransientMailboxError
+from mixle.diloco.mailbox import Traffic, TransientMailboxError
 from mixle.diloco.member import Member, join
 from mixle.diloco.memory_mailbox import MemoryMailbox
 from mixle.diloco.merge import Rda, WeightedMean
@@ -262,6 +262,7 @@ class Site:
         self.done_at: float | None = None
         self.left = False
         self.member: Member | None = None
+        self.traffic: Callable[[], Traffic] | None = None
         rng = random.Random(f"model {name}")
         self.arrays = {each: np.zeros(shape, np.float32) for each, shape in SHAPES.items()}
         self.push = {
@@ -272,6 +273,8 @@ class Site:
         self.process.spawn(self._main)
 
     def crash(self) -> None:
+        if self.left or self.process.dead:
+            return
         self.run.disturbed.append(self.run.world.now)
         self.run.crashed = True
         self.process.kill()
@@ -285,6 +288,7 @@ class Site:
         gate = Gate(self, run.store)
         rng = random.Random(f"retries {scenario.seed} {self.process.name} {self.life}")
         mailbox = RetryingMailbox(gate, deadline_s=scenario.patience_s, clock=self.process, rng=rng)
+        self.traffic = lambda: mailbox.traffic
         member = self._join(mailbox)
         self.member = member
         if member.learner is not None:
