@@ -46,6 +46,42 @@ def worker(run: Processes, *, generator: str = "pattern", argument: Any = None, 
     Worker(function, slot_size, run.backend, run.pub, on_event=on_event, **options).run()
 
 
+def workers(run: Processes, *, count: int, argument: Any) -> None:
+    """Serve the pattern with several workers in threads; all have registered when it is up."""
+    import threading
+
+    from mixle.data.teacher.worker import Worker
+
+    registered = threading.Semaphore(0)
+
+    def on_event(kind: str, details: dict[str, Any]) -> None:
+        if kind == "registered":
+            registered.release()
+
+    for _ in range(count):
+        generate = _pattern(run, argument)
+        Worker(generate, PATTERN.nbytes(), run.backend, run.pub, on_event=on_event).start()
+    for _ in range(count):
+        registered.acquire()
+    up()
+    signal.pause()
+
+
+def sleepers(run: Processes, *, count: int, argument: Any, seconds: float) -> None:
+    """Print how many samples a second so many threads make of the pattern, with nothing around them."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def make(generate: Callable[..., Any]) -> float:
+        began, made = time.perf_counter(), 0
+        while (elapsed := time.perf_counter() - began) < seconds:
+            generate("m", None)
+            made += 1
+        return made / elapsed
+
+    with ThreadPoolExecutor(count) as pool:
+        print(sum(pool.map(make, [_pattern(run, argument) for _ in range(count)])))
+
+
 def _pattern(run: Processes, seconds: Any) -> Callable[..., Any]:
     generate = patterned()
 
@@ -210,7 +246,7 @@ def _tell(known: int, samples: list[tuple[int, int]]) -> None:
     print("\n".join(f"{now:.4f} {known} {model} {number}" for model, number in samples), flush=True)
 
 
-ROLES = {one.__name__: one for one in (broker, worker, student, leader, trainer, fenced)}
+ROLES = {one.__name__: one for one in (broker, worker, workers, sleepers, student, leader, trainer, fenced)}
 
 if __name__ == "__main__":
     name, directory, options = sys.argv[1:]
