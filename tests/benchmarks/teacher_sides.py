@@ -33,8 +33,8 @@ SETTLE_S = 0.0007
 
 
 def batch_of(size: int) -> int:
-    """Samples of a batch: what is in flight stays within a few times the caches."""
-    return max(1, min(64, IN_FLIGHT_BYTES // 4 // size))
+    """Samples of a batch; every side has room for four batches."""
+    return max(4, min(64, IN_FLIGHT_BYTES // 4 // size))
 
 
 def child(target: Callable[..., None], *args: Any) -> int:
@@ -339,7 +339,7 @@ def inline_zmq(size: int, workers: int) -> Side:
     import zmq
 
     socket = zmq.Context.instance().socket(zmq.PULL)
-    socket.rcvhwm = 64
+    socket.rcvhwm = 2 * batch_of(size)
     socket.bind(at)
 
     def take() -> int:
@@ -355,7 +355,7 @@ def pusher(at: str, size: int) -> None:
     import zmq
 
     socket = zmq.Context.instance().socket(zmq.PUSH)
-    socket.sndhwm = 64
+    socket.sndhwm = 2 * batch_of(size)
     socket.connect(at)
     ready = bytes(size)
     while True:

@@ -301,12 +301,15 @@ class _Service:
             ready = poller.poll(max(0, math.ceil(wait_s * 1000)))
             with self._lock:
                 now = time.monotonic()
+                settled = bool(ready)
                 for source, _ in ready:
                     channel = channels.get(source)
                     if channel is not None:
                         self._drain(channel, source)
                         self._flush()
-                    elif source is self._pub:
+                        continue
+                    settled = False
+                    if source is self._pub:
                         self._subscribe()
                     elif source == self._watch.fd:
                         self._bury(ask=False)
@@ -316,7 +319,9 @@ class _Service:
                     tick_at = now + self._heartbeat_s
                     self._bury(ask=True)
                     self._routing.tick(now)
-                self._flush()
+                    settled = False
+                if not settled:
+                    self._flush()
 
     def close(self) -> None:
         """Close the sockets and let go of the endpoints."""
@@ -324,14 +329,16 @@ class _Service:
             self._cleanup.close()
 
     def _drain(self, channel: Channel, socket: Any) -> None:
-        handle, again = self._routing.handle, self._zmq.Again
+        handle = self._routing.handle
         by_tcp = channel == "frontend" and self.endpoints.frontend.startswith("tcp://")
         for _ in range(DRAINED):
             try:
                 frames, address = wire.receive_from(socket) if by_tcp else (wire.receive(socket), None)
-            except again:
+            except self._zmq.Again:
                 return
             handle(channel, frames[0], frames[1:], time.monotonic(), address)
+            if not wire.has_message(socket):
+                return
 
     def _subscribe(self) -> None:
         """Accept subscriptions to what is published, and no others: each would take memory."""
@@ -346,17 +353,18 @@ class _Service:
     def _flush(self) -> None:
         """Send what is to be sent, and what comes of what could not be."""
         zmq = self._zmq
-        while True:
+        again = True
+        while again:
+            again = False
             out, news = self._routing.take(time.monotonic())
             for one in news:
                 self._pub.send_multipart(messages.frames(one), zmq.NOBLOCK)
-            if not out:
-                return
             for channel, connection, message in out:
                 try:
-                    self._sockets[channel].send_multipart([connection, *messages.frames(message)], zmq.NOBLOCK)
+                    wire.send(self._sockets[channel], [connection, *messages.frames(message)])
                 except (zmq.Again, zmq.ZMQError):
                     self._routing.undelivered(channel, connection, message, time.monotonic())
+                    again = True
 
     def _bury(self, *, ask: bool) -> None:
         for identity in self._watch.dead(ask=ask):

@@ -34,6 +34,7 @@ MAX_LAYOUT_BYTES = 32 * 1024
 MAX_TEXT_BYTES = 4_096
 MAX_SAMPLE_BYTES = 2**40
 MAX_GENERATION = 2**62
+MAX_SEGMENT_ID = 2**32
 U64 = 2**64 - 1
 
 MediumName = Literal["shm", "file"]
@@ -248,13 +249,15 @@ _MEDIUM = _choice("shm", "file")
 _MODEL_ROW = _row(ModelState, _GENERATION, _MODEL_ID, _CFG, _bytes(0, 16))
 _IDENTITY = _row(ProcessIdentity, _text(16, HOST_ID), _integer(1, 2**31), _integer(0, 2**62))
 _ANY_ORDER = _range(_row(Order, _ORDER_ID, _FIRST, _COUNT, _TOKEN, _GENERATION), 1, 2)
-_PIECE = _range(_row(Piece, _ORDER_ID, _FIRST, _COUNT), 1, 2)
-_WORK_PIECE = _range(_row(WorkPiece, _TICKET, _integer(0, 2**32), _FIRST, _COUNT, _TOKEN, _GENERATION), 2, 3)
+_ANY_PIECE = _range(_row(Piece, _ORDER_ID, _FIRST, _COUNT), 1, 2)
+_ANY_WORK_PIECE = _range(
+    _row(WorkPiece, _TICKET, _integer(0, MAX_SEGMENT_ID), _FIRST, _COUNT, _TOKEN, _GENERATION), 2, 3
+)
 _ANY_DONE_PIECE = _range(_row(DonePiece, _TICKET, _FIRST, _COUNT, _integer(0, 2), _optional(_TEXT)), 1, 2)
 _HELD_PIECE = _range(_row(HeldPiece, _TICKET, _SEGMENT_NAME, _FIRST, _COUNT, _TOKEN), 2, 3)
 _SEGMENT = _row(
     SegmentInfo,
-    _integer(0, 2**32),
+    _integer(0, MAX_SEGMENT_ID),
     _MEDIUM,
     _SEGMENT_NAME,
     _integer(1, MAX_SLOTS),
@@ -297,6 +300,39 @@ def _done_piece(value: object) -> DonePiece:
         ):
             return DonePiece(ticket, first, count, outcome, None)
     checked_piece: DonePiece = _ANY_DONE_PIECE(value)
+    return checked_piece
+
+
+def _piece(value: object) -> Piece:
+    """Check part of an order as ``_ANY_PIECE`` does; a student reads many."""
+    if type(value) is list and len(value) == 3:
+        order_id, first, count = value
+        if (
+            type(order_id) is bytes
+            and len(order_id) == 8
+            and type(first) is type(count) is int
+            and 0 <= first < first + count <= MAX_SLOTS
+        ):
+            return Piece(order_id, first, count)
+    checked_piece: Piece = _ANY_PIECE(value)
+    return checked_piece
+
+
+def _work_piece(value: object) -> WorkPiece:
+    """Check work as ``_ANY_WORK_PIECE`` does; a worker reads many."""
+    if type(value) is list and len(value) == 6:
+        ticket, segment_id, first, count, token, generation = value
+        if (
+            type(ticket) is bytes
+            and len(ticket) == 16
+            and type(segment_id) is type(first) is type(count) is type(token) is type(generation) is int
+            and 0 <= segment_id <= MAX_SEGMENT_ID
+            and 0 <= first < first + count <= MAX_SLOTS
+            and 0 <= token <= U64
+            and 0 <= generation <= MAX_GENERATION
+        ):
+            return WorkPiece(ticket, segment_id, first, count, token, generation)
+    checked_piece: WorkPiece = _ANY_WORK_PIECE(value)
     return checked_piece
 
 
@@ -440,7 +476,7 @@ class Complete(Message):
     """Broker to student: final. The worker says that these slots are complete; their headers are the truth."""
 
     COMMAND = b"COMPLETE"
-    pieces: tuple[Piece, ...] = checked(_rows(_PIECE, MAX_PIECES, at_least=1))
+    pieces: tuple[Piece, ...] = checked(_rows(_piece, MAX_PIECES, at_least=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,7 +496,7 @@ class Dropped(Message):
     """Broker to student: final. Cancelled, or of an older generation than ``model``; nobody writes there any more."""
 
     COMMAND = b"DROPPED"
-    pieces: tuple[Piece, ...] = checked(_rows(_PIECE, MAX_PIECES, at_least=1))
+    pieces: tuple[Piece, ...] = checked(_rows(_piece, MAX_PIECES, at_least=1))
     model: ModelState = checked(_MODEL_ROW)
 
 
@@ -473,7 +509,7 @@ class Lost(Message):
     """
 
     COMMAND = b"LOST"
-    pieces: tuple[Piece, ...] = checked(_rows(_PIECE, MAX_PIECES, at_least=1))
+    pieces: tuple[Piece, ...] = checked(_rows(_piece, MAX_PIECES, at_least=1))
     worker: ProcessIdentity = checked(_IDENTITY)
     dead: bool = checked(_flag)
 
@@ -484,7 +520,7 @@ class Work(Message):
 
     COMMAND = b"WORK"
     model: ModelState | None = checked(_optional(_MODEL_ROW))
-    pieces: tuple[WorkPiece, ...] = checked(_rows(_WORK_PIECE, MAX_PIECES, at_least=1))
+    pieces: tuple[WorkPiece, ...] = checked(_rows(_work_piece, MAX_PIECES, at_least=1))
     segments: tuple[SegmentInfo, ...] = checked(_rows(_SEGMENT, MAX_PIECES))
 
 
@@ -502,7 +538,7 @@ class Retire(Message):
     """Broker to worker: close the maps of these segments; their student is gone."""
 
     COMMAND = b"RETIRE"
-    segment_ids: tuple[int, ...] = checked(_rows(_integer(0, 2**32), MAX_PIECES, at_least=1))
+    segment_ids: tuple[int, ...] = checked(_rows(_integer(0, MAX_SEGMENT_ID), MAX_PIECES, at_least=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

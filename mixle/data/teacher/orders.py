@@ -157,7 +157,7 @@ class Orders:
             state[arrived] = READY
             if self._writers:
                 self._forget_writers(np.flatnonzero(drained | arrived) + first)
-            groups = np.unique((np.flatnonzero(arrived) + first) // self.size).tolist()
+            groups = sorted(set(((np.flatnonzero(arrived) + first) // self.size).tolist()))
         self._runs = None
         for group in groups:
             slot = group * self.size

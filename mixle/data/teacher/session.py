@@ -139,12 +139,12 @@ class Session:
             if not watched:
                 watched = True
                 self._watch(min(left, SPIN_S))
-            elif not self.hear(min(left, GATHER_S)):
+            elif not self.hear(min(left, GATHER_S)) and (first := self._woken()) is None:
                 self._place()
                 if not self.hear(min(left, TICK_S)):
                     self._look()
                     self._bury()
-            first = self._take()
+            first = self._take() if first is None else first
         return first
 
     def generation_of(self, first: int) -> int:
@@ -205,6 +205,13 @@ class Session:
         self.spent = True  # whoever wrote past a slot may have hit others too
         raise GeneratorFailed(f"slot {first} is damaged: something wrote beyond its sample; its segment is given up")
 
+    def _woken(self) -> int | None:
+        """Take what the receiver's thread has brought, of which no message need follow."""
+        if self._receiver is None:
+            return None
+        self._look()
+        return self._take()
+
     def _follow(self) -> None:
         """Give up what is older than the newest model."""
         generation = self.fence.generation
@@ -220,7 +227,8 @@ class Session:
         self._follow()
         if self.peer.welcome is not self.welcome or time.monotonic() < self._hold_until:
             return  # registered anew: what is outstanding goes first
-        if orders.free < at_least and orders.outstanding:
+        free = orders.free
+        if not free or (free < at_least and orders.outstanding):
             return
         self._released = 0
         self._send(self._placed(), resent=False)
@@ -261,8 +269,8 @@ class Session:
         """Look at one header for a moment: it changes sooner than a message can tell."""
         assert self._orders is not None
         runs = self._orders.runs()
-        if not STORES_IN_ORDER or not runs:
-            return
+        if not STORES_IN_ORDER or not runs or self._receiver is not None:
+            return  # a receiver's thread would have to wait for this one
         first, count, token, generation = runs[0]
         ahead = min(count, self._orders.size) - 1
         slot, token = first + ahead, (token + ahead) & messages.U64
@@ -361,10 +369,9 @@ class Session:
     def _look_at(self, piece: Piece) -> bool:
         """Take what is complete of a piece; tell whether anything of it was still open."""
         orders, (order_id, first, count) = self._orders, piece
-        if orders is None or not len(slots := orders.of(order_id, first, count)):
+        if orders is None or (one := orders.first_open(order_id, first, count)) is None:
             return False
         # Others of the piece may have been ordered anew since; what is of one order has tokens in turn.
-        one = int(slots[0])
         token = (int(orders.token[one]) - (one - first)) & messages.U64
         orders.landed(self.slots.complete(first, count, token, int(orders.generation[one])), first=first)
         return True
@@ -372,7 +379,7 @@ class Session:
     def _end(self, piece: Piece) -> int:
         """Take what is complete of slots that nobody writes any more; return how many were waited for in vain."""
         self._look_at(piece)
-        return 0 if self._orders is None else self._orders.ended(*_row(piece))
+        return 0 if self._orders is None or self._orders.settle(*piece) else self._orders.ended(*piece)
 
     def _fail(self, reason: str, *, tries: int) -> None:
         model = self.fence.model
@@ -384,7 +391,7 @@ class Session:
             return
         # A worker on another host writes through our receiver, which lets no late token pass.
         harmless = dead or worker.host != self.station.host
-        slots = sum(self._orders.lost(*_row(piece), writer=worker, dead=harmless) for piece in pieces)
+        slots = sum(self._orders.lost(*piece, writer=worker, dead=harmless) for piece in pieces)
         self._on_event("lost", {"worker": worker, "slots": slots, "dead": dead})
 
     def _bury(self) -> None:
@@ -449,10 +456,6 @@ class _Note:
     def __call__(self, model: messages.ModelState) -> None:
         self._fence.learn(model)
         self._on_event("model", {"generation": model.generation, "model_id": model.model_id})
-
-
-def _row(piece: Piece) -> tuple[bytes, int, int]:
-    return piece.order_id, piece.first_slot, piece.count
 
 
 def _slots(piece: Piece) -> str:

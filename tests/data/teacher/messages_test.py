@@ -235,3 +235,33 @@ def test_a_text_that_is_no_text_is_refused():
         body = b"\x81\xa6reason" + dice.randbytes(20)
         with pytest.raises(ProtocolError):
             m.parse(b"ERROR", body)
+
+
+_EDGES = st.sampled_from([-1, 0, 1, 2, 3, m.MAX_SLOTS - 1, m.MAX_SLOTS, 2**32, 2**32 + 1, 2**62, 2**64 - 1])
+_ITEM = st.one_of(
+    _EDGES, st.sampled_from([bytes(8), bytes(16), bytes(7), "12345678", "late", None, True, 1.0, [], 2**62 + 1, 2**64])
+)
+
+
+@pytest.mark.parametrize("name", ["order", "piece", "work_piece", "done_piece"])
+@given(data=st.data())
+def test_a_quick_check_of_a_row_says_what_the_full_one_says(name, data):
+    quick, full = getattr(m, f"_{name}"), getattr(m, f"_ANY_{name.upper()}")
+    length = {"order": 5, "piece": 3, "work_piece": 6, "done_piece": 5}[name]
+    key = bytes(8 if name in ("order", "piece") else 16)
+    row = data.draw(
+        st.one_of(
+            st.lists(_ITEM, max_size=7),
+            st.lists(_EDGES, min_size=length - 1, max_size=length - 1).map(lambda rest: [key, *rest]),
+            st.just([key, 1, *[2] * (length - 2)]),
+            st.just([key, 1, 2, 1, None][:length]),
+        )
+    )
+
+    def said(check):
+        try:
+            return check(row)
+        except ProtocolError as error:
+            return str(error)
+
+    assert said(quick) == said(full)
