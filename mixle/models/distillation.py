@@ -92,8 +92,8 @@ class DistillationEstimator:
     """A student, what of a teacher's samples it learns, and how; a teacher handle moves it, in place.
 
     Args:
-        module: called with the samples' ``inputs``, (B, *shape), integers as int64; returns a tensor with the shape of
-            their ``targets``.
+        module: called with the samples' ``inputs``, ``(B, *shape)``, integers as int64; returns a tensor with the shape
+            of their ``targets``.
         lr: peak learning rate.
         device: where it runs; ``"cuda"`` is this rank's GPU under torchrun.
         loss: :class:`SoftLabels`, :class:`HiddenStates`, or any object with their ``losses`` and an ``==`` by value.

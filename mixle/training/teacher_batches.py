@@ -88,13 +88,15 @@ class Deliveries:
         fetched: taken from the teacher.
         stale: of these, dropped because another rank knew of a newer model.
         retried: fetches that a failed order made necessary again.
-        served: trained on, by generation.
-        switches: the optimizer step, counted from 1 over the whole training, with which each generation began.
+        steps: optimizer steps that all ranks were ready for.
+        served: trained on in them, by generation.
+        switches: the step, counted from 1, with which each generation began.
     """
 
     fetched: int = 0
     stale: int = 0
     retried: int = 0
+    steps: int = 0
     served: dict[int, int] = field(default_factory=dict)
     switches: dict[int, int] = field(default_factory=dict)
 
@@ -143,7 +145,7 @@ class TeacherBatches(Generic[B]):
         deliveries: Deliveries,
     ) -> None:
         self._supply, self._task, self._blank, self._share = supply, task, blank, share
-        self._accumulation, self._batch_size, self._seed = accumulation, batch_size, seed
+        self._batch_size, self._seed = batch_size, seed
         self._max_retries, self._deliveries = max_retries, deliveries
         self.steps_per_epoch = steps * accumulation
         self._device = next(t.device for t in blank if t is not None)
@@ -162,9 +164,10 @@ class TeacherBatches(Generic[B]):
         targets, generation = self._agree(len(steps))
         if generation is not None:
             self._ready = self._dealt(len(steps))
-            served, switches = self._deliveries.served, self._deliveries.switches
-            served[generation] = served.get(generation, 0) + len(steps) * self._batch_size * self._share.replicas
-            switches.setdefault(generation, (epoch * self.steps_per_epoch + steps.start) // self._accumulation + 1)
+            deliveries, samples = self._deliveries, len(steps) * self._batch_size * self._share.replicas
+            deliveries.steps += 1
+            deliveries.served[generation] = deliveries.served.get(generation, 0) + samples
+            deliveries.switches.setdefault(generation, deliveries.steps)
         return targets
 
     def batch(self, epoch: int, step: int) -> B:

@@ -81,15 +81,15 @@ def test_a_batch_that_grew_old_while_others_were_fetched_is_dropped():
     source.targets(0, range(0, 2))
     assert old.released
     assert [source.batch(0, step).inputs[0].item() for step in (0, 1)] == [2, 3]
-    assert deliveries == Deliveries(fetched=6, stale=2, served={3: 4}, switches={3: 1})
+    assert deliveries == Deliveries(fetched=6, stale=2, steps=1, served={3: 4}, switches={3: 1})
 
 
-def test_the_step_with_which_a_generation_began_is_counted_over_the_whole_training():
+def test_the_step_with_which_a_generation_began_is_counted_over_all_epochs():
     deliveries = Deliveries()
     source = batches(Script(*(Batch(1, 1) for _ in range(3)), 2, Batch(1, 2)), deliveries=deliveries)
     for epoch, step in ((0, 3), (0, 4), (1, 0), (1, 1)):
         source.targets(epoch, range(step, step + 1))
-    assert deliveries.switches == {1: 4, 2: 7}
+    assert deliveries.switches == {1: 1, 2: 4}
 
 
 def test_orders_that_fail_are_placed_again_a_bounded_number_of_times():

@@ -58,9 +58,10 @@ class TeacherEncodedData(EncodedDataHandle):
         batch_size: samples per replica and batch.
         steps: optimizer steps per call, each of ``training.gradient_accumulation`` batches.
         control_endpoint, control_pub_endpoint: the broker's others; None for this user's own.
-        parallel, precision, activation_checkpointing, tp_size, pp_size, cp_size, cp_mode, microbatches, pp_schedule,
-        init_process_group, backend: as for :class:`~mixle.utils.parallel.torch_neural.StreamingTokenEncodedData`.
-            Under a plan one rank of each data replica fetches and its peers get what it has; a plan trains next tokens.
+        init_process_group, backend, parallel, precision, activation_checkpointing: as for
+            :class:`~mixle.utils.parallel.torch_neural.StreamingTokenEncodedData`.
+        tp_size, pp_size, cp_size, cp_mode, microbatches, pp_schedule: as there. One rank of each data replica fetches,
+            and its peers get what it has; a plan trains next tokens.
         training: what the loop does around the steps; it has no ``evaluation``.
         seed: any integer; fixes what the module draws, not what the teacher makes.
         slot_count: samples that this rank's shared memory holds; by default those of a step and two batches more, so
@@ -69,6 +70,7 @@ class TeacherEncodedData(EncodedDataHandle):
         max_retries: failed orders in a row after which every rank raises.
         keys: CURVE keys, or their directory; TCP needs them.
         insecure: accept TCP without keys.
+        directory: of the broker's sockets, where endpoints are None; None is this user's own.
         model_id, model_cfg: the model to start with, set by rank 0; None leaves the one that is set.
 
     Raises:
@@ -105,6 +107,7 @@ class TeacherEncodedData(EncodedDataHandle):
         max_retries: int = 10,
         keys: Keys | str | os.PathLike[str] | None = None,
         insecure: bool = False,
+        directory: str | os.PathLike[str] | None = None,
         model_id: str | None = None,
         model_cfg: Mapping[str, Any] | None = None,
     ) -> None:
@@ -139,6 +142,7 @@ class TeacherEncodedData(EncodedDataHandle):
             "control_pub_endpoint": control_pub_endpoint,
             "keys": keys,
             "insecure": insecure,
+            "directory": directory,
         }
         self._owns_client = not isinstance(client_or_endpoint, StudentClient)
         if not isinstance(client_or_endpoint, StudentClient):
@@ -203,8 +207,8 @@ class TeacherEncodedData(EncodedDataHandle):
 
         ``samples_asked`` were taken from the teacher; of these ``samples_served`` were trained on (by generation in
         ``samples_by_generation``) and ``samples_stale`` were dropped, as they were of an older model than another rank
-        knew of. ``orders_retried`` failed and were placed again. ``first_step_of_generation`` is the optimizer step at
-        which all ranks began to train on each.
+        knew of. ``orders_retried`` failed and were placed again. ``first_step_of_generation`` is the optimizer step of
+        this handle, the first being 1, with which all ranks began to train on each.
         """
         counted = asdict(self._trainer.deliveries)
         return {
