@@ -31,6 +31,7 @@ from mixle.diloco.wire import Wire
 __all__ = ["LivingNodes", "Node"]
 
 CLAIM_PATIENCE_S = 60.0
+LEAVING_GRACE_S = 3.0
 
 
 class LivingNodes(Protocol):
@@ -120,6 +121,7 @@ class Node:
         self._encoded: tuple[Captured, bytes | None, _Own] | None = None
         self._rounds: dict[int, _OpenRound] = {}
         self._grace = GraceClock()
+        self._leaving_since: float | None = None
 
     def tick(self) -> None:
         """Do what there is to do: publish, follow commits, close the next round.
@@ -315,7 +317,7 @@ class Node:
         self._look(seen)
         for learner in seen.arrived.keys() - seen.snapshots.keys():
             seen.snapshots[learner] = self._exchange.snapshot(round_, learner)
-        if not self._is_closable(seen):
+        if not self._is_closable(seen) or not self._has_gathered(seen):
             return False
         arrivals = sorted(seen.arrived.values())
         quorum_at = arrivals[-1] if seen.quorum_at is None else seen.quorum_at
@@ -351,6 +353,22 @@ class Node:
             self._grace.quorum.add(arrivals[quorum - 1] - arrivals[0])
         seen.quorum_at = arrivals[quorum - 1]
         return everyone or self._clock.monotonic() >= seen.quorum_at + self._grace_seconds(seen.round)
+
+    def _has_gathered(self, seen: _OpenRound) -> bool:
+        """Tell whether a round that may be closed has waited long enough for those who leave together.
+
+        Last snapshots alone are added whole, so learners that leave at one time must be in one round: their sum would
+        be a step as many times too long as there are learners.
+        """
+        work = [each for each in seen.snapshots.values() if each is not None and each.payload and each.steps]
+        if self._algorithm.grace_seconds is not None or not work or not all(each.final for each in work):
+            self._leaving_since = None
+            return True
+        now = self._clock.monotonic()
+        if self._leaving_since is None:
+            self._leaving_since = now
+        everyone = self._peers.learners() <= seen.arrived.keys()
+        return everyone or now >= self._leaving_since + LEAVING_GRACE_S
 
     def _grace_seconds(self, round_: int) -> float:
         fixed = self._algorithm.grace_seconds

@@ -337,6 +337,38 @@ def test_who_learns_a_round_by_its_update_has_the_parameters_of_its_closer_bit_f
     assert any("/update-" in key for key in read) and not any("/theta-" in key for key in read)
 
 
+def test_learners_that_leave_together_are_merged_into_one_round_and_added_whole_once(hand, store, clock):
+    algorithm = DiLoCo(4, 1, merge=WeightedMean())
+    first, second = hand("first", algorithm), hand("second", algorithm, push=3.0)
+    for each in (first, second):
+        each.renew()
+        each.train(2)
+    first.renew()
+    first.learner.capture_rest()
+    first.tick()
+    assert first.node.newest == -1
+    clock.sleep(1.0)
+    second.learner.capture_rest()
+    second.tick()
+    first.tick()
+    assert [each.learner for each in record_of(store, 0).contributions] == ["first", "second"]
+    assert np.all(first.node._versions.newest(0, 0).theta["a"] == 4.0)
+
+
+def test_a_learner_that_leaves_does_not_wait_long_for_those_who_stay(hand, store, clock):
+    algorithm = DiLoCo(4, 2)
+    leaving, staying = hand("leaving", algorithm), hand("staying", algorithm)
+    leaving.train(1)
+    staying.renew()
+    leaving.renew()
+    leaving.learner.capture_rest()
+    leaving.tick()
+    clock.sleep(3.0)
+    leaving.tick()
+    leaving.learner.move()
+    assert leaving.learner.unmerged_steps == [0, 0]
+
+
 def test_a_syncer_closes_rounds_and_reads_the_parameters_of_its_parents_only(hand, store):
     syncer, learner = hand("syncer", role="syncer"), hand("learner", role="learner")
     syncer.renew()

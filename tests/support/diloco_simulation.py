@@ -32,6 +32,7 @@ from mixle.diloco.mailbox import Traffic, TransientMailboxError
 from mixle.diloco.member import Member, join
 from mixle.diloco.memory_mailbox import MemoryMailbox
 from mixle.diloco.merge import Rda, WeightedMean
+from mixle.diloco.node import LEAVING_GRACE_S
 from mixle.diloco.parameters import NumpyParameters
 from mixle.diloco.partition import ByBytes
 from mixle.diloco.peers import Role
@@ -705,7 +706,8 @@ def _check_stalls(facts: Facts) -> None:
     run, algorithm = facts.run, facts.algorithm
     gap = max(algorithm.schedule.gap(round_) for round_ in range(algorithm.fragments, 2 * algorithm.fragments))
     slowest = max(plan.step_s for plan in run.scenario.plans) * 1.2
-    a_round = gap * slowest + 2 * run.scenario.poll_s + (algorithm.grace_seconds or gap * slowest) + 1.0
+    a_round = gap * slowest + 2 * run.scenario.poll_s + 1.0
+    a_round += gap * slowest + LEAVING_GRACE_S if algorithm.grace_seconds is None else algorithm.grace_seconds
     for before, after in stalls(run):
         allowed = a_round
         if any(before - 2 * LEASE_TIMEOUT_S <= at <= after for at in run.disturbed):
