@@ -47,6 +47,10 @@ def test_adamw_traces_the_loss_of_one_process(reports):
         np.testing.assert_allclose(losses, reports[0]["alone"], atol=1e-5, rtol=0, err_msg=name)
 
 
+def test_a_proposal_trains_as_it_is(reports):
+    np.testing.assert_allclose(reports[0]["proposed"], reports[0]["alone"], atol=1e-5, rtol=0)
+
+
 def test_activations_computed_again_change_nothing(reports):
     for name, losses in reports[0]["recomputed"].items():
         np.testing.assert_allclose(losses, reports[0]["alone"], atol=1e-5, rtol=0, err_msg=name)

@@ -56,7 +56,7 @@ class Proposal:
 
     @property
     def axes(self) -> int:
-        """How many axes have more than one rank: what there is to understand, and to go wrong."""
+        """The number of axes with more than one rank, each of which is something to understand and to go wrong."""
         return sum(getattr(self.plan, axis) > 1 for axis in _AXES)
 
     def handle_arguments(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torchrun import error_of, report
 
 from mixle import seq_estimate
 from mixle.data.token_windows import TokenBatch, gather
+from mixle.experimental.tensor_pipeline_context_parallel import propose_plans
 from mixle.experimental.tensor_pipeline_context_parallel.parallelize import parts_of
 from mixle.models.streaming_transformer_leaf import StreamingTransformerLeaf, StreamingTransformerLeafEstimator
 from mixle.models.transformer import CausalLM
@@ -147,6 +148,10 @@ for name, plan in PLANS.items():
 
     if plan.get("cp_size", 1) == 1 or plan.get("cp_mode") == "allgather":
         results["dropout"][name] = peers.exchange("dropout", digest(fit(model(dropout=0.1), epochs=1, **plan)))
+
+proposals = propose_plans(model(), 4, hardware="cpu", global_batch_size=GLOBAL_BATCH, seq_len=BLOCK, precision="fp32")
+proposal = next(each for each in proposals if each.plan.tp == 2 and each.plan.cp == 2 and each.accumulation == 1)
+results["proposed"] = list(fit(model(), **proposal.handle_arguments()).history)
 
 ODD = {"position": "learned", "norm": "layer", "bias": True, "tie_embeddings": False}
 results["odd"] = {
