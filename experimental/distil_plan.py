@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 4 experimental/distil_plan.py --tp 2 --pp 2
 
 The plan is checked against the module and against the samples that the teacher will send, before any is made; then one
-rank of each data replica asks for them and its peers get what it has. The teacher is a Markov chain of second order,
-whose entropy is the loss of a perfect student. Rank 0 runs it, and the broker.
+rank of each data replica asks for them and its peers get what it has. The teacher is a Markov chain, whose entropy
+is the loss of a perfect student. Rank 0 runs it, and the broker.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ def samples_of(length: int) -> BatchConfig:
 
 
 class Chain:
-    """A chain over ids in which the two before decide what the next may be."""
+    """A chain over ids."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
-        self.next = rng.dirichlet(np.full(VOCAB, 0.1), (VOCAB, VOCAB)).cumsum(-1)
+        self.next = rng.dirichlet(np.full(VOCAB, 0.1), VOCAB).cumsum(-1)
         self.rng = rng
 
     def __call__(self, model_id: str, model_cfg: dict[str, Any] | None, count: int) -> dict[str, np.ndarray]:
         ids = self.rng.integers(0, VOCAB, (count, BLOCK + 1))
-        for at in range(2, BLOCK + 1):
-            drawn = self.rng.random((count, 1)) > self.next[ids[:, at - 2], ids[:, at - 1]]
+        for at in range(1, BLOCK + 1):
+            drawn = self.rng.random((count, 1)) > self.next[ids[:, at - 1]]
             ids[:, at] = drawn.sum(-1).clip(max=VOCAB - 1)
         return {"ids": ids[:, :-1].astype(np.uint8), "labels": ids[:, 1:].astype(np.uint8)}
 
     @property
     def entropy(self) -> float:
-        """Mean entropy of the next id over equally likely pairs, in nats; near that of the chain."""
+        """Mean entropy of the next id over equally likely ones, in nats; near that of the chain."""
         p = np.diff(self.next, prepend=0.0)
         return float(-(p * np.log(p.clip(min=1e-300))).sum(-1).mean())
 
