@@ -46,12 +46,18 @@ class Runner:
     """One side in processes of its own."""
 
     def __init__(self, name: str, size: int, workers: int, python: str, directory: str | None = None) -> None:
-        environment = os.environ | ({} if directory is None else {"TEACHER_PROFILE": directory})
+        environment = (
+            os.environ | {"PYTHONWARNINGS": "ignore"} | ({} if directory is None else {"TEACHER_PROFILE": directory})
+        )
         command = [python, str(SIDES), name, str(size), str(workers)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
+
+    def wait(self) -> Self:
+        """Wait until it is ready."""
         self._answer()
+        return self
 
     def measure(self, what: float | str) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -86,7 +92,7 @@ def runners(stack: ExitStack, names: list[str], size: int, workers: int, peer: s
         python = peer if name.startswith("softs") else sys.executable
         if python is not None:
             started[name] = stack.enter_context(Runner(name, size, workers, python))
-    return started
+    return {name: side.wait() for name, side in started.items()}
 
 
 def throughput(label: str, workers: int, names: list[str], peer: str | None, turns: int, seconds: float) -> None:
@@ -133,7 +139,7 @@ def profile(label: str, seconds: float) -> None:
     """Print where each process spends its time at one size."""
     with tempfile.TemporaryDirectory() as directory:
         with Runner("mixle_batches", SIZES[label], 1, sys.executable, directory) as side:
-            print(side.measure(seconds))
+            print(side.wait().measure(seconds))
         for role in ("student", "broker", "worker"):
             print(f"---- {role}, {label}")
             pstats.Stats(f"{directory}/{role}").sort_stats("tottime").print_stats(16)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import mmap
 import multiprocessing
 import os
 import pathlib
@@ -20,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import shared_memory
 from typing import Any
 
 Take = Callable[[], int]
@@ -28,6 +28,7 @@ Side = tuple[Take, dict[str, int]]  # takes samples and returns how many; proces
 
 FORK = multiprocessing.get_context("fork")
 IN_FLIGHT_BYTES = 16 << 20
+RING_HEAD = mmap.PAGESIZE
 LATENCIES = 300
 SETTLE_S = 0.0007
 
@@ -287,16 +288,14 @@ def softs_loader(size: int, workers: int) -> Side:
 def ring(size: int, workers: int) -> Side:
     """A ring in shared memory, one for each writer, read where it lies; nothing else is promised."""
     slots = 4 * batch_of(size)
-    memory = [shared_memory.SharedMemory(create=True, size=4096 + slots * size) for _ in range(workers)]
+    memory = [mmap.mmap(-1, RING_HEAD + slots * size) for _ in range(workers)]
     for one in memory:
-        atexit.register(one.unlink)
-        one.buf[:4096] = bytes(4096)
-        child(ring_writer, one.name, slots, size)
+        child(ring_writer, one, slots, size)
     import torch
 
-    rows = [torch.frombuffer(one.buf, dtype=torch.float32, offset=4096).view(-1)[: slots * size // 4] for one in memory]
-    rows = [row.view(slots, size // 4) for row in rows]
-    heads = [one.buf.cast("Q") for one in memory]
+    flat = [torch.frombuffer(one, dtype=torch.float32, offset=RING_HEAD) for one in memory]
+    rows = [one.view(slots, size // 4) for one in flat]
+    heads = [memoryview(one).cast("Q") for one in memory]
     turn = 0
 
     def take() -> int:
@@ -315,9 +314,8 @@ def ring(size: int, workers: int) -> Side:
     return take, {}
 
 
-def ring_writer(name: str, slots: int, size: int) -> None:
-    memory = shared_memory.SharedMemory(name)
-    head, payload, ready = memory.buf.cast("Q"), memory.buf[4096:], bytes(size)
+def ring_writer(memory: mmap.mmap, slots: int, size: int) -> None:
+    head, payload, ready = memoryview(memory).cast("Q"), memoryview(memory)[RING_HEAD:], bytes(size)
     written = 0
     while True:
         while written - head[8] == slots:

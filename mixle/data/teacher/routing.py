@@ -146,7 +146,15 @@ class Routing:
 
     def _obey(self, channel: Channel, connection: bytes, message: Message, now: float, address: str | None) -> None:
         peer = self._connections.get((channel, connection))
-        match message:
+        match message:  # the most frequent first
+            case messages.Request() if peer is not None and isinstance(peer.entry, Student):
+                self._hear(peer, now)
+                refusal = self.scheduler.request(peer.entry, message.orders, now, resent=message.resent)
+                if refusal is not None:
+                    self._answer_noise(channel, connection, _error("refused", refusal))
+            case messages.Done() if peer is not None and isinstance(peer.entry, Worker):
+                self._hear(peer, now)
+                self.scheduler.report(peer.entry, message.pieces, message.seconds, now)
             case messages.Beat():
                 self._beat(channel, connection, message, now)
             case messages.Ask():
@@ -164,14 +172,6 @@ class Routing:
             case _ if peer is None:
                 self._strangers += 1
                 self._answer_noise(channel, connection, messages.Who())
-            case messages.Request() if isinstance(peer.entry, Student):
-                self._hear(peer, now)
-                refusal = self.scheduler.request(peer.entry, message.orders, now, resent=message.resent)
-                if refusal is not None:
-                    self._answer_noise(channel, connection, _error("refused", refusal))
-            case messages.Done() if isinstance(peer.entry, Worker):
-                self._hear(peer, now)
-                self.scheduler.report(peer.entry, message.pieces, message.seconds, now)
             case messages.Cancel() if isinstance(peer.entry, Student):
                 self._hear(peer, now)
                 self.scheduler.cancel(peer.entry, message.order_ids)
