@@ -120,9 +120,9 @@ def _nodes(seen: Survey) -> Table:
 
 def _rounds(seen: Survey) -> Table:
     table = Table(title="newest rounds", title_justify="left")
-    columns = ("round", "fragment", "learners", "steps", "samples", "quorum s", "grace s", "cosine", "refused", "MB")
+    columns = ("round", "part", "sites", "steps", "samples", "quorum s", "grace s", "cos", "refused", "MB")
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("closer")
     for record in seen.rounds[::-1]:
         quorum_s, grace_s = record.waited_s
