@@ -155,10 +155,13 @@ def _take(client: Any, *, size: int, switches: float, count: int | None = None) 
     while count is None or count > 0:
         if switches and time.monotonic() > due:
             due = time.monotonic() + switches
+            began = time.monotonic()
             try:
                 client.set_model("m", {"number": client.generation + 1})
             except TeacherError as error:
                 print(f"# {error}", flush=True)
+            if time.monotonic() - began > 1.0:
+                print(f"# a switch took {time.monotonic() - began:.0f} s", flush=True)
         cfg = client.hello()["model_cfg"]
         known = 0 if cfg is None else cfg["number"]
         batch = client.request_batch(size, 200)

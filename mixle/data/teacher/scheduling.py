@@ -230,7 +230,8 @@ class Scheduler:
             student.occupied &= ~part.bits
         for ticket in student.tickets.values():
             ticket.after.clear()
-            student.unasked |= ticket.open
+            if not ticket.lost:  # of what was lost its student waits for a word, and does not ask again
+                student.unasked |= ticket.open
 
     def remove_student(self, student: Student) -> None:
         """Drop its orders and have workers close its segment."""

@@ -480,6 +480,20 @@ def test_a_slot_that_its_student_saw_complete_is_free_for_the_next_order_when_it
     assert scheduler.queued == 4
 
 
+def test_a_lost_slot_gets_its_final_word_although_its_student_registered_again():
+    asking, silent = student(), worker()
+    scheduler = scheduler_with(asking, silent)
+    mine = order(0)
+    scheduler.request(asking, [mine], 0.0)
+    [piece] = given_to(scheduler.take(0.0), silent)
+    scheduler.silence_worker(silent, True)
+    scheduler.restart_student(asking)
+    scheduler.take(0.0)
+    scheduler.silence_worker(silent, False)
+    assert report(scheduler, silent, [piece]) == 0
+    assert told(scheduler.take(0.0), asking) == [messages.Complete(pieces=((mine.order_id, 0, 1),))]
+
+
 def test_an_order_that_is_resent_twice_is_made_once():
     asking, working = student(), worker(prefetch=1)
     scheduler = scheduler_with(asking, working)
