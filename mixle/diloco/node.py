@@ -65,6 +65,7 @@ class _OpenRound:
     round: int
     arrived: dict[str, float] = field(default_factory=dict)
     snapshots: dict[str, Snapshot | None] = field(default_factory=dict)
+    claimed: bool = False
     claim_attempt: int | None = None
     claim_since: float = 0.0
     quorum_at: float | None = None
@@ -132,7 +133,7 @@ class Node:
         """
         self._publish()
         self._follow()
-        while self._closes() and self._close_next():
+        while (self._closes() or self._has_claimed()) and self._close_next():
             self._follow()
         self._count_others()
 
@@ -314,6 +315,7 @@ class Node:
         self._look(seen)
         if not self._is_closable(seen) or not self._claim(seen):
             return False
+        seen.claimed = True
         self._look(seen)
         for learner in seen.arrived.keys() - seen.snapshots.keys():
             seen.snapshots[learner] = self._exchange.snapshot(round_, learner)
@@ -334,6 +336,11 @@ class Node:
         if round_ % self._algorithm.fragments == 0:
             self._exchange.sweep(round_, KEPT_TURNS * self._algorithm.fragments)
         return True
+
+    def _has_claimed(self) -> bool:
+        """Tell whether others wait for this node to close the next round, be that its role or no longer."""
+        seen = self._rounds.get(self.newest + 1)
+        return seen is not None and seen.claimed
 
     def _look(self, seen: _OpenRound) -> None:
         for learner in self._exchange.published(seen.round):

@@ -392,6 +392,20 @@ def test_one_that_may_do_either_closes_rounds_while_no_syncer_lives(hand, store,
     assert record_of(store, 0).closer == "either"
 
 
+def test_one_that_has_claimed_a_round_closes_it_though_a_syncer_has_come_since(hand, store):
+    either = hand("either", role="either")
+    either.train(4)
+    fail_once(either, "put", "theta-")
+    with pytest.raises(TransientMailboxError):
+        either.tick()
+    syncer = hand("syncer", role="syncer")
+    either.renew()
+    syncer.tick()
+    assert syncer.node.newest == -1
+    either.tick()
+    assert record_of(store, 0).closer == "either"
+
+
 def test_learners_follow_the_others_where_the_algorithm_says_so(hand):
     algorithm = DiLoCo(10, 1, quorum_size=2, grace_seconds=0.0)
     early, late = hand("early", algorithm), hand("late", algorithm)
