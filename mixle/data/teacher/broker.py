@@ -38,6 +38,7 @@ DRAINED = 128  # messages of one socket before the others have their turn
 SEND_QUEUE = 20_000  # messages that may wait for one peer
 RECEIVE_QUEUE = 1_000
 LINGER_S = 0.3
+FOUND_S = 0.5  # peers look for a new broker ten times a second
 _SUBSCRIPTIONS = {b"\1" + topic for topic in (b"", b"MODEL", b"BEAT", b"STOP")}
 JOIN_S = 10.0
 
@@ -259,7 +260,7 @@ class _Service:
                 Scheduler(
                     max_tries=max_tries,
                     order_timeout_s=order_timeout_s,
-                    holding_until=now + 2 * heartbeat_s if run.returning else -math.inf,
+                    holding_until=now + max(2 * heartbeat_s, FOUND_S) if run.returning else -math.inf,
                 ),
                 host=host,
                 now=now,
