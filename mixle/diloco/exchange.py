@@ -9,6 +9,7 @@ from typing import Any
 from mixle.diloco import compression, names
 from mixle.diloco.algorithm import DiLoCo
 from mixle.diloco.events import Kind
+from mixle.diloco.existing_run import read_run_record
 from mixle.diloco.mailbox import Mailbox, ObjectTooLarge
 from mixle.diloco.parameters import Arrays
 from mixle.diloco.quantization import NonFiniteError
@@ -303,10 +304,7 @@ def read_run(mailbox: Mailbox, schema: Schema, *, report: Report) -> tuple[RunRe
         ValueError: there is none.
         SchemaMismatch: it has other parameters.
     """
-    data = mailbox.get(names.RUN, limit=RECORD_LIMIT)
-    if data is None:
-        raise ValueError("there is no run in the mailbox: no site has joined under this prefix yet")
-    record = RunRecord.from_bytes(data)
+    record = read_run_record(mailbox)
     require_same_parameters(record, schema)
     return record, Exchange(mailbox, schema, record.fragments, codec=compression.Codec(), report=report)
 
