@@ -259,7 +259,8 @@ class StudentClient:
                 case messages.Model(model=model):
                     return model
                 case messages.Error(kind="identity") if unknown < REGISTRATIONS:
-                    unknown += 1  # a new broker does not know the session yet, which registers anew by itself
+                    # A new broker does not know the session yet, which registers anew by itself.
+                    unknown += session.peer.registered
                     session.hear(min(left, session.welcome.heartbeat_s))
                 case messages.Error() as error:
                     raise refusal(error, self._control)
