@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count as counter
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -147,6 +148,7 @@ class Worker:
         self._registration_count = 0
         self._swept_at = 0.0
         self._calling = False
+        self._signals_seen = counter()
         self._thread: threading.Thread | None = None
         self._runner: int | None = None
         self._running = threading.Lock()
@@ -297,7 +299,8 @@ class Worker:
                 signal.signal(kind, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._demand.ended and self._calling:
+        earlier = next(self._signals_seen)  # counted in one step: the handler of another signal may run within this one
+        if (earlier or self._demand.ended) and self._calling:
             self._calling = False
             raise Interrupted
         self._request_stop()
