@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -175,34 +176,35 @@ class Closer:
         self, snapshots: Mapping[str, Snapshot | None], own: Mapping[str, Arrays], fragment: int, parent: int
     ) -> tuple[list[Offer], list[Rejection]]:
         """Return the snapshots of a round that can be merged, with their deltas, and why the others cannot."""
-        offers, rejections = [], []
-        for learner, snapshot in sorted(snapshots.items()):
-            try:
-                offers.append(self._offer(snapshot, own, fragment, parent))
-            except _Unfit as reason:
-                rejections.append(Rejection.of(learner, str(reason)))
+        learners = sorted(snapshots)
+        reads = [partial(self._offer, learner, snapshots[learner], own, fragment, parent) for learner in learners]
+        offers: list[Offer] = []
+        rejections: list[Rejection] = []
+        for found in self._exchange.gather(reads):
+            if isinstance(found, Offer):
+                offers.append(found)
+            else:
+                rejections.append(found)
         return offers, rejections
 
-    def _offer(self, snapshot: Snapshot | None, own: Mapping[str, Arrays], fragment: int, parent: int) -> Offer:
+    def _offer(
+        self, learner: str, snapshot: Snapshot | None, own: Mapping[str, Arrays], fragment: int, parent: int
+    ) -> Offer | Rejection:
         if snapshot is None:
-            raise _Unfit("malformed: the record is not a snapshot's")
+            return Rejection.of(learner, "malformed: the record is not a snapshot's")
         if snapshot.payload is None:
-            raise _Unfit("nonfinite: its parameters hold NaN or infinity")
+            return Rejection.of(learner, "nonfinite: its parameters hold NaN or infinity")
         if snapshot.anchor != parent:
-            raise _Unfit(f"stale: it starts from round {snapshot.anchor}, not {parent}")
+            return Rejection.of(learner, f"stale: it starts from round {snapshot.anchor}, not {parent}")
         try:
             delta = own.get(snapshot.payload.digest)
             if delta is None:
                 delta = self._exchange.get_arrays(snapshot.payload, fragment, self._wire.delta)
             return Offer(snapshot, delta)
         except NonFiniteError as error:
-            raise _Unfit(f"nonfinite: {error}") from None
+            return Rejection.of(learner, f"nonfinite: {error}")
         except CorruptPayload as error:
-            raise _Unfit(f"corrupt: {error}") from None
-
-
-class _Unfit(Exception):  # noqa: N818  (a verdict)
-    """A snapshot cannot be merged; the message says why."""
+            return Rejection.of(learner, f"corrupt: {error}")
 
 
 class _Rounding:

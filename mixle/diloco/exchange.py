@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from mixle.diloco import compression, names
 from mixle.diloco.algorithm import DiLoCo
@@ -26,12 +28,29 @@ from mixle.diloco.records import (
 from mixle.diloco.serialization import Schema, SchemaMismatch, TensorBytes, packed_nbytes
 from mixle.diloco.tensor_codec import WireDType, decode, encode, payload_schema
 
-__all__ = ["CorruptPayload", "Exchange", "PayloadGone", "read_run"]
+__all__ = ["CorruptPayload", "Exchange", "Gather", "PayloadGone", "gather_on_threads", "read_run"]
 
 Report = Callable[[Kind, int | None, dict[str, Any]], None]
+T = TypeVar("T")
 
+
+class Gather(Protocol):
+    """Make calls, which may go on at one time, and return what they return, in their order."""
+
+    def __call__(self, calls: Sequence[Callable[[], T]]) -> list[T]: ...
+
+
+READS_AT_ONCE = 16
 _PAGE = 100
 _TOLD = 1000
+
+
+def gather_on_threads(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Make calls on up to :data:`READS_AT_ONCE` threads, for stores whose answers take longer than their bytes."""
+    if len(calls) < 2:
+        return [call() for call in calls]
+    with ThreadPoolExecutor(min(len(calls), READS_AT_ONCE), thread_name_prefix="diloco reader") as pool:
+        return list(pool.map(lambda call: call(), calls))
 
 
 class CorruptPayload(RuntimeError):  # noqa: N818  (what it is)
@@ -51,6 +70,7 @@ class Exchange:
         fragments: the names in each fragment.
         codec: what this node writes payloads with; it reads all.
         report: told of what is passed over.
+        gather: makes reads that do not wait for one another.
     """
 
     def __init__(
@@ -61,7 +81,9 @@ class Exchange:
         *,
         codec: compression.Codec,
         report: Report,
+        gather: Gather = gather_on_threads,
     ) -> None:
+        self.gather = gather
         self._mailbox, self._codec, self._report = mailbox, codec, report
         self._schemas = [Schema(tuple(schema.spec(name) for name in sorted(names_))) for names_ in fragments]
         self._schema = schema
@@ -164,6 +186,11 @@ class Exchange:
             self._pass_over(key, f"the snapshot of {snapshot.learner} for round {snapshot.round}")
             return None
         return snapshot
+
+    def snapshots(self, round_: int, learners: Iterable[str]) -> dict[str, Snapshot | None]:
+        """Return what each of these learners published for a round, as :meth:`snapshot` does."""
+        each = sorted(learners)
+        return dict(zip(each, self.gather([partial(self.snapshot, round_, learner) for learner in each]), strict=True))
 
     def newest_claim(self, round_: int) -> tuple[Claim | None, int]:
         """Return the last claim to a round, None if there is none, and the number of the next attempt."""

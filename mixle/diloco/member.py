@@ -9,7 +9,7 @@ from mixle.diloco.algorithm import DiLoCo
 from mixle.diloco.alignment import Overwrite
 from mixle.diloco.clock import Clock
 from mixle.diloco.compression import Codec
-from mixle.diloco.exchange import Exchange, Report
+from mixle.diloco.exchange import Exchange, Gather, Report, gather_on_threads
 from mixle.diloco.existing_run import read_run_record, schema_of
 from mixle.diloco.learner import Learner
 from mixle.diloco.lease import Lease, LeaseKeeper, Liveness
@@ -59,6 +59,7 @@ def join(
     report: Report,
     keep: Callable[[LeaseKeeper], None],
     training_clock: Clock | None = None,
+    gather: Gather = gather_on_threads,
 ) -> Member:
     """Join the run in ``mailbox``, or make it with these parameters; a syncer's are left alone.
 
@@ -66,6 +67,7 @@ def join(
         parameters: of the model; a syncer needs none, once there is a run.
         keep: called once the id is held, to have the lease renewed from then on: reading a model takes a while.
         training_clock: what the learner waits by, ``clock`` if None.
+        gather: makes reads that do not wait for one another.
 
     Raises:
         TypeError, ValueError: an argument that is not what it should be.
@@ -77,7 +79,7 @@ def join(
     schema = schema_of(read_run_record(mailbox)) if parameters is None else parameters.schema
     sizes = {spec.name: schema.nbytes(spec.name) for spec in schema.parameters}
     fragments = algorithm.partition.split(sizes, algorithm.fragments)
-    exchange = Exchange(mailbox, schema, fragments, codec=codec, report=report)
+    exchange = Exchange(mailbox, schema, fragments, codec=codec, report=report, gather=gather)
     liveness = Liveness(mailbox, lease_timeout=lease_timeout, clock=clock)
     peers = Peers(mailbox, liveness)
     lease = Lease(mailbox, name, lease_every=lease_every, lease_timeout=lease_timeout, clock=clock)

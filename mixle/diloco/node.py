@@ -317,8 +317,7 @@ class Node:
             return False
         seen.claimed = True
         self._look(seen)
-        for learner in seen.arrived.keys() - seen.snapshots.keys():
-            seen.snapshots[learner] = self._exchange.snapshot(round_, learner)
+        seen.snapshots |= self._exchange.snapshots(round_, seen.arrived.keys() - seen.snapshots.keys())
         if not self._is_closable(seen) or not self._has_gathered(seen):
             return False
         arrivals = sorted(seen.arrived.values())

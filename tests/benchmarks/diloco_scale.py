@@ -33,7 +33,7 @@ from mixle.diloco.mailbox import Traffic
 CHIPS, YEAR_S, REPAIR_S = 1.2e6, 365.25 * 86400.0, 30.0
 STEP_S, POLL_S, REQUEST_S = 0.25, 1.0, 0.03
 ALGORITHM = DiLoCo(16, 4)
-SHORTEST_S = 120.0
+SHORTEST_S = 60.0
 PUBLISHED = {8: 0.88, 16: 0.93}
 
 

@@ -27,6 +27,7 @@ from mixle.diloco import names
 from mixle.diloco.algorithm import DiLoCo
 from mixle.diloco.alignment import Adaptive, Blend, Carry, Overwrite
 from mixle.diloco.compression import Codec, decode
+from mixle.diloco.exchange import READS_AT_ONCE
 from mixle.diloco.lease import IdInUse, LeaseKeeper
 from mixle.diloco.mailbox import Traffic, TransientMailboxError
 from mixle.diloco.member import Member, join
@@ -332,6 +333,7 @@ class Site:
                     clock=self.process,
                     report=self._report,
                     keep=self._keep,
+                    gather=self._gather,
                 )
             except (IdInUse, TransientMailboxError) as error:
                 if isinstance(error, IdInUse) and not self.run.may_lose_ids():
@@ -354,6 +356,33 @@ class Site:
 
         keeper.stop = stop_and_wait  # type: ignore[method-assign]
         self.process.spawn(renew)
+
+    def _gather(self, calls: Any) -> list[Any]:
+        """Make calls on threads of this process, at most as many at a time as the library would."""
+        results: list[Any] = [None] * len(calls)
+        errors: list[BaseException] = []
+        left, done = list(enumerate(calls))[::-1], threading.Event()
+        readers = min(len(calls), READS_AT_ONCE)
+        working = [readers]
+
+        def read() -> None:
+            while left and not errors:
+                index, call = left.pop()
+                try:
+                    results[index] = call()
+                except Exception as error:
+                    errors.append(error)
+            working[0] -= 1
+            if not working[0]:
+                done.set()
+
+        for _ in range(readers):
+            self.process.spawn(read)
+        while calls and not self.process.wait(done, 600.0):
+            pass
+        if errors:
+            raise errors[0]
+        return results
 
     def _work(self) -> None:
         member, learner = self.member, self.member.learner
@@ -674,6 +703,8 @@ def _check_work(facts: Facts) -> None:
     survived = sum(site.trained for site in learners if site.left)
     for fragment in range(facts.algorithm.fragments):
         merged = sum(record.steps for record in facts.chain(fragment))
+        if any(names.round_of_record(key) is not None for key in run.ledger.flipped):
+            continue  # whose record is lost may offer its work again, though the round is continued
         if run.scenario.flips:
             _require(merged <= trained, f"fragment {fragment}: {merged} steps merged of {trained}")
         elif run.crashed or run.world.failures:

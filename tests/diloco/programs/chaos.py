@@ -51,7 +51,8 @@ LEASE_EVERY_S, LEASE_TIMEOUT_S = 1.0, 4.0
 NOISE, BATCH, LEARNING_RATE = 0.5, 256, 0.05
 SHAPES = {"a": (3,), "b": (5,), "c": (2, 2), "d": (1,)}
 WEIGHTS = {name: np.random.default_rng(index).normal(size=shape) for index, (name, shape) in enumerate(SHAPES.items())}
-ALGORITHM = DiLoCo(8, FRAGMENTS, outer_momentum=0.5)
+# The bound on the overlap keeps deltas fresh where other programs leave the nodes little of the machine.
+ALGORITHM = DiLoCo(8, FRAGMENTS, outer_momentum=0.5, overlap_steps=8)
 FAULTS = Faults(refused=0.04, lost=0.04, delayed=0.02, repeated=0.02, longest_delay_s=3.0)
 DEADLINE_S = 300.0
 fork = multiprocessing.get_context("fork")  # a start costs milliseconds, and nothing here has threads when it forks
