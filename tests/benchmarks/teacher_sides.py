@@ -207,7 +207,8 @@ def mixle_order(size: int, workers: int) -> Side:
 def softs_broker(frontend: str, backend: str) -> None:
     from softs import Broker, EndpointConfig
 
-    Broker(EndpointConfig(frontend, backend)).start()
+    # It forgets who is idle while other sides have their turn.
+    Broker(EndpointConfig(frontend, backend), supplier_timeout=3600.0, client_timeout=3600.0).start()
     while True:
         time.sleep(60)
 
