@@ -245,12 +245,12 @@ def softs_client(size: int, workers: int, slots: int = 16) -> tuple[Any, Any]:
 def softs_samples(size: int, workers: int) -> Side:
     """Its client with every slot ordered ahead."""
     client, spec = softs_client(size, workers)
-    for _ in range(client.slot_count):
-        client.request_slot("m")
 
     def take() -> int:
         while (slot := client.get_completed()) is None:
-            client.poll_completions(1000)
+            while client.request_slot("m") is not None:  # all that are free; refused until its supplier is there
+                pass
+            client.poll_completions(100)
         spec.decode(client.medium.read(slot))
         client.release_slot(slot)
         client.request_slot("m")
