@@ -153,7 +153,7 @@ class Session:
                 self._folder.close()
             raise
         self._pid = os.getpid()
-        self._handles_sigterm = self._member is not None and take_sigterm()
+        self._handles_sigterm = self._rank == 0 and take_sigterm()
         atexit.register(self._close_at_exit)
 
     def _begin(
