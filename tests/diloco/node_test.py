@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from diloco_members import Hand, flip_bit, record_of
@@ -202,6 +204,22 @@ def test_only_the_node_that_closes_a_round_reads_its_snapshots_and_it_does_not_r
     deltas = {name: [key for key in keys if "/delta-" in key] for name, keys in read.items()}
     assert [len(deltas[name]) for name in ("n0", "n1", "n2")] == [2, 0, 0]
     assert not any(key.startswith("snapshots/") for key in read["n1"] + read["n2"])
+
+
+@pytest.mark.parametrize("part", ["snapshots/", "/delta-"])
+def test_what_the_others_published_is_read_at_one_time(hand, store, part):
+    nodes = [hand(f"n{index}", push=1.0 + index) for index in range(4)]
+    for each in nodes:
+        each.renew()
+        each.train(4)
+        each.node._publish()
+    together = threading.Barrier(3, timeout=60.0)
+    nodes[0].renew()
+    nodes[0].hooks.before = lambda operation, key: together.wait() if operation == "get" and part in key else None
+    if part == "snapshots/":
+        together = threading.Barrier(4, timeout=60.0)  # its own record is one of them
+    nodes[0].tick()
+    assert len(record_of(store, 0).contributions) == 4
 
 
 def test_a_void_round_changes_nothing_and_the_work_of_its_snapshots_goes_into_the_next(hand, store):
