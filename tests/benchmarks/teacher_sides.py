@@ -236,7 +236,7 @@ def softs_client(size: int, workers: int, slots: int = 16) -> tuple[Any, Any]:
     frontend, spec = softs_teachers(size, workers)
     from softs import Client, ShmMedium
 
-    client = Client(frontend, ShmMedium, size, slots)
+    client = Client(frontend, ShmMedium, size, slots, send_timeout_ms=60_000)
     atexit.register(client.close)
     client.hello()
     return client, spec
