@@ -76,7 +76,7 @@ class Session:
             :class:`~mixle.diloco.torch_ranks.TorchRanks`. Each makes a session and makes the same calls with the same
             arguments; rank 0 speaks for the site: its id, its samples and its state of the run are the site's.
         state_dir: a folder on a disk of this node. At every snapshot that is published, what ``state`` returns is
-            saved there, and :attr:`resumed` gives it to the process that goes on after this one, killed or not.
+            saved there, and ``resumed`` gives it to the process that goes on after this one, killed or not.
         state: returns what a site must remember beside the parameters: the inner optimizer's state, the place in its
             data. Dicts, lists, tuples, arrays, tensors and plain values.
         clock: this process's time.

@@ -27,7 +27,8 @@ class Resumed:
     """What a session found of the process before it.
 
     Attributes:
-        steps, samples: what that had trained when it last published.
+        steps: what that had trained when it last published.
+        samples: on how many, likewise.
         state: what its ``state()`` returned then.
     """
 
