@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from diloco_members import Hand, Hooked, flip_bit, record_of
 from faulty_mailbox import Faults, FaultyMailbox
+from unmeasured import environment
 from virtual_clock import VirtualClock
 
 from mixle.diloco import names
@@ -349,7 +350,9 @@ def test_the_queue_unit_of_a_crashed_node_is_taken_up_by_another(store, clock):
 def test_a_signal_that_ends_the_process_releases_the_lease_and_flushes_the_work(tmp_path, number):
     program = PROGRAMS / "wait_to_be_stopped.py"
     command = [sys.executable, str(program), f"file://{tmp_path}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         try:
             assert process.stdout.readline() == "joined\n"
             time.sleep(0.2)

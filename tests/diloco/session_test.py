@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from diloco_sites import Heard, at_once, descend, fresh_url, open_session, wait_until, zeros
+from unmeasured import environment
 
 from mixle.diloco import AlgorithmMismatch, Carry, DiLoCo, IdInUse, Overwrite, Session, align, open_mailbox
 from mixle.diloco.node_info import NodeInfo
@@ -318,9 +319,11 @@ main()
 
 
 def start(*arguments: str) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, "-c", SITE, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", SITE, *arguments],
+        env=environment(PYTHONPATH=str(ROOT)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 

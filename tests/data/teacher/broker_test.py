@@ -15,6 +15,7 @@ import pytest
 import zmq
 from raw_teacher_peers import RawPeer, RawStudent, RawWorker, until
 from teacher_fuzz import fuzz
+from unmeasured import environment
 
 from mixle.data.teacher import messages
 from mixle.data.teacher.broker import Broker
@@ -70,10 +71,9 @@ def processes():
     started = []
 
     def start(program, *arguments):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(
             [sys.executable, "-c", program, *arguments],
-            env=environment,
+            env=environment(PYTHONPATH=str(ROOT)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from raw_teacher_peers import RawStudent, RawWorker
 from typer.testing import CliRunner
+from unmeasured import environment
 
 from mixle.cli import build_app
 from mixle.data.teacher import messages
@@ -145,8 +145,9 @@ def test_a_function_is_found_in_the_working_directory(tmp_path, monkeypatch):
 
 def test_the_broker_runs_from_the_command_line_until_sigterm(directory):
     command = [sys.executable, "-m", "mixle", "teacher", "broker", "--directory", str(directory)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, env=environment(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         with StatsClient(f"ipc://{directory}/frontend.sock") as client:
             assert client.ask(60.0).pid == process.pid

@@ -19,6 +19,7 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
+from unmeasured import environment
 
 from mixle.data.teacher.generation import Demand, Generator, Outcome
 from mixle.data.teacher.keys import Keys
@@ -433,7 +434,7 @@ def running(hosts: dict[str, str], directory: Path, *roles: str) -> Iterator[lis
             processes.append(
                 subprocess.Popen(
                     ["ip", "netns", "exec", hosts[role], sys.executable, "-c", ROLES, role, str(keys)],
-                    env={**os.environ, "MIXLE_TEACHER_DIR": str(directory / role)},
+                    env=environment(MIXLE_TEACHER_DIR=str(directory / role)),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
