@@ -300,8 +300,9 @@ def test_everything_works_inside_a_running_event_loop():
 
 
 SITE = """
-import sys, numpy as np
+import signal, sys, numpy as np
 from mixle.diloco import DiLoCo, Session
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background it is ignored
 model = {"w": np.zeros(3, np.float32)}
 how, url = sys.argv[1:]
 def main():
