@@ -24,7 +24,7 @@ class Overwrite:
 
 @dataclass(frozen=True)
 class Blend:
-    """mixing * theta + (1 - mixing) * Theta, as Streaming DiLoCo does (arXiv 2501.18512, section 2.3).
+    """mixing * theta + (1 - mixing) * Theta, as Streaming DiLoCo does (arXiv 2501.18512).
 
     Args:
         mixing: the share of the learner's own parameters, in [0, 1].

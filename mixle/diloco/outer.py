@@ -23,7 +23,7 @@ def nesterov_step(
 ) -> None:
     """Update ``momentum`` and ``theta`` in place: m <- beta m + D, then theta <- theta - eta (D + beta m).
 
-    Nesterov SGD as DiLoCo takes it (arXiv 2311.08105, algorithm 1). Elements that overflow float32 become infinite
+    Nesterov SGD as DiLoCo takes it (arXiv 2311.08105). Elements that overflow float32 become infinite
     without a warning: :func:`mixle.diloco.merge.norm` of the result tells.
 
     Args:

@@ -41,7 +41,7 @@ class Strided:
     """Deal the model's blocks round, so that each fragment spans its whole depth; the rest evens out the bytes.
 
     A block is what shares a name up to its first all-digit part (``blocks.3`` of ``blocks.3.attention.weight``); blocks
-    are dealt in the order of their numbers. Source: Streaming DiLoCo (arXiv 2501.18512), section 2.2.
+    are dealt in the order of their numbers. Source: Streaming DiLoCo (arXiv 2501.18512).
     """
 
     def split(self, sizes: Mapping[str, int], fragments: int) -> Fragments:

@@ -1,6 +1,6 @@
 """Count the work behind a delta, in exact integers, and weigh deltas by it.
 
-A delta weighs tokens^2 / steps: tokens processed times tokens per step (Decoupled DiLoCo, arXiv 2604.21428, section 3).
+A delta weighs tokens^2 / steps: tokens processed times tokens per step (Decoupled DiLoCo, arXiv 2604.21428).
 """
 
 from __future__ import annotations
