@@ -85,7 +85,7 @@ class Exchange:
     ) -> None:
         self.gather = gather
         self._mailbox, self._codec, self._report = mailbox, codec, report
-        self._schemas = [Schema(tuple(schema.spec(name) for name in sorted(names_))) for names_ in fragments]
+        self._schemas = [schema.only(fragment) for fragment in fragments]
         self._schema = schema
         self._told: set[str] = set()
 

@@ -10,15 +10,14 @@ import os
 import secrets
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
+from teacher_folder import teacher_folder
 
 from mixle.data.teacher.specs import BatchConfig, TensorSpec
 
@@ -123,11 +122,9 @@ class Processes:
 @contextmanager
 def teacher_processes() -> Iterator[Processes]:
     """Give a run whose processes are all killed at the end, and reaped."""
-    with tempfile.TemporaryDirectory(prefix="mx") as directory:
-        os.chmod(directory, 0o700)
-        with mock.patch.dict(os.environ, {"MIXLE_TEACHER_DIR": f"{directory}/run"}):
-            run = Processes(directory)
-            try:
-                yield run
-            finally:
-                run.close()
+    with teacher_folder() as directory:
+        run = Processes(directory)
+        try:
+            yield run
+        finally:
+            run.close()

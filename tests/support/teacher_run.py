@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
+from teacher_folder import teacher_folder
 
 from mixle.data.teacher.broker import Broker
 from mixle.data.teacher.specs import BatchConfig, TensorSpec
@@ -58,14 +57,12 @@ class Run:
 
 @contextmanager
 def teacher_run() -> Iterator[Run]:
-    with tempfile.TemporaryDirectory(prefix="mx") as directory:
-        os.chmod(directory, 0o700)
-        with mock.patch.dict(os.environ, {"MIXLE_TEACHER_DIR": f"{directory}/run"}):
-            run = Run(directory)
-            try:
-                yield run
-            finally:
-                run.close()
+    with teacher_folder() as directory:
+        run = Run(directory)
+        try:
+            yield run
+        finally:
+            run.close()
 
 
 def free_ports(count: int) -> list[int]:

@@ -14,7 +14,7 @@ import stat
 import time
 from pathlib import Path
 
-from mixle.data.teacher.run import slots_directory, start_ticks
+from mixle.data.teacher.run import is_running, slots_directory
 from mixle.data.teacher.segment import SHM_DIRECTORY, SegmentMedium, parse_segment_name, require_run_id, unlink_segment
 
 logger = logging.getLogger(__name__)
@@ -83,19 +83,7 @@ def _is_left_over(path: Path, pid: int) -> bool:
         except OSError as error:
             if error.errno not in _NO_LOCKS:  # held: its maker lives
                 return False
-            return not _is_running(pid)
-        return not _is_running(pid) or time.time() - status.st_ctime > _NEW_SECONDS
+            return not is_running(pid)
+        return not is_running(pid) or time.time() - status.st_ctime > _NEW_SECONDS
     finally:
         os.close(descriptor)
-
-
-def _is_running(pid: int) -> bool:
-    if os.path.exists("/proc/self/stat"):
-        return start_ticks(pid) is not None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

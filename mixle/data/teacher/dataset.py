@@ -146,10 +146,6 @@ class DistillIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
                 watch.stop()
             desk.close()
 
-    def newest_generation(self) -> int:
-        """Return the newest generation that this process knows of."""
-        return self._shared.newest()
-
     def note_generation(self, generation: int) -> int:
         """Take note of a generation that a sample came with; return the newest."""
         return self._shared.note(generation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 
-from mixle.data.teacher.run import ProcessIdentity, start_ticks
+from mixle.data.teacher.run import ProcessIdentity, is_running
 
 HAS_PIDFD = hasattr(os, "pidfd_open") and hasattr(select, "epoll")
 
@@ -33,7 +33,8 @@ class ProcessWatch:
                 return False
             except OSError:  # no descriptors left, or a thread's id, which the check below refuses
                 descriptor = None
-        if not _is_running(identity):  # checked with the descriptor open: the pid cannot change hands after
+        # Checked with the descriptor open: the pid cannot change hands after.
+        if not is_running(identity.pid, identity.start):
             if descriptor is not None:
                 os.close(descriptor)
             return False
@@ -60,7 +61,7 @@ class ProcessWatch:
             found += [
                 identity
                 for identity, descriptor in self._descriptors.items()
-                if descriptor is None and not _is_running(identity)
+                if descriptor is None and not is_running(identity.pid, identity.start)
             ]
         return found
 
@@ -70,15 +71,3 @@ class ProcessWatch:
             self.unwatch(identity)
         if self._epoll is not None:
             self._epoll.close()
-
-
-def _is_running(identity: ProcessIdentity) -> bool:
-    if os.path.exists("/proc/self/stat"):
-        return start_ticks(identity.pid) == identity.start
-    try:
-        os.kill(identity.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -93,10 +93,19 @@ def is_alive(identity: ProcessIdentity, host: str | None = None) -> bool | None:
     """Tell whether a process still runs; None if it is another host's. A zombie is dead."""
     if identity.host != (host_id() if host is None else host):
         return None
+    return is_running(identity.pid, identity.start)
+
+
+def is_running(pid: int, start: int | None = None) -> bool:
+    """Tell whether a process of this host runs; with ``start``, its start time in ticks, that one and no later one.
+
+    A zombie is dead. Systems without ``/proc`` tell no start times.
+    """
     if os.path.exists("/proc/self/stat"):
-        return start_ticks(identity.pid) == identity.start
+        ticks = start_ticks(pid)
+        return ticks is not None if start is None else ticks == start
     try:
-        os.kill(identity.pid, 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
