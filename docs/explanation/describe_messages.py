@@ -43,6 +43,12 @@ HEADER = [
         f"{layout.EMPTY} empty, {layout.WRITING} writing, {layout.COMPLETE} complete; the writer stores it last",
     ),
     ("checksum", layout.CHECKSUM_AT, "uint32", "CRC-32 of the sample; 0 for none"),
+    (
+        "watched",
+        layout.WATCHED_AT,
+        "uint32",
+        "1 while the student sleeps on this word (a futex); a writer that completes the slot then puts 0 and wakes it",
+    ),
 ]
 
 
@@ -56,7 +62,7 @@ def lines() -> Iterator[str]:
         ("offset", "content", "type", ""),
         [(str(at), f"`{name}`", kind, text) for name, at, kind, text in HEADER]
         + [
-            (str(layout.CHECKSUM_AT + 4), "zeros", f"{layout.HEADER_BYTES - layout.CHECKSUM_AT - 4} bytes", ""),
+            (str(layout.WATCHED_AT + 4), "zeros", f"{layout.HEADER_BYTES - layout.WATCHED_AT - 4} bytes", ""),
             (
                 str(layout.HEADER_BYTES),
                 "the tensors, in the order of the batch config",

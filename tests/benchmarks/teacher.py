@@ -30,6 +30,7 @@ THROUGHPUT = {
     "mixle_samples": "mixle, samples in place",
     "mixle_dataset": "mixle, dataset",
     "mixle_loader": "mixle, loader",
+    "mixle_loader_apart": "mixle, loader, num_workers=1",
     "mixle_network": "mixle, batches over TCP",
     "softs_samples": "softs, client",
     "softs_loader": "softs, loader",
@@ -112,11 +113,11 @@ def throughput(label: str, workers: int, names: list[str], peer: str | None, tur
     median = {name: statistics.median(values) for name, values in rates.items()}
     beside = [name for name in ("softs_samples", "ring", "inline_zmq", "dataloader") if name in median]
     print(f"\n{label}, {workers} worker(s)")
-    print(f"{'':<26}{'samples/s':>11}{'MB/s':>9}" + "".join(f"{'/ ' + one:>16}" for one in beside) + "   CPU us/sample")
+    print(f"{'':<30}{'samples/s':>11}{'MB/s':>9}" + "".join(f"{'/ ' + one:>16}" for one in beside) + "   CPU us/sample")
     for name, rate in median.items():
         ratios = "".join(f"{rate / median[one]:>16.2f}" for one in beside)
         spent = " ".join(f"{role} {statistics.median(values):.1f}" for role, values in cpu.get(name, {}).items())
-        print(f"{THROUGHPUT[name]:<26}{rate:>11,.0f}{rate * size / 1e6:>9,.0f}{ratios}   {spent}")
+        print(f"{THROUGHPUT[name]:<30}{rate:>11,.0f}{rate * size / 1e6:>9,.0f}{ratios}   {spent}")
     if {"mixle_batches", "softs_samples"} <= median.keys():
         reached = median["mixle_batches"] / median["softs_samples"]
         print(f"bar: {BARS[label]}x softs; reached {reached:.1f}x{'' if reached >= BARS[label] else ', BELOW'}")
@@ -132,7 +133,7 @@ def latency(peer: str | None, turns: int) -> None:
                 times.setdefault(name, []).append(1e6 * side.measure("latency")["p50"])
     print("\none order at an idle broker, 4 KiB, from the request to the tensor, median us (bar: 150)")
     for name, values in times.items():
-        print(f"{LATENCY[name]:<26}{statistics.median(values):>8.0f}")
+        print(f"{LATENCY[name]:<44}{statistics.median(values):>8.0f}")
 
 
 def profile(label: str, seconds: float) -> None:

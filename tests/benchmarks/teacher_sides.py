@@ -35,7 +35,7 @@ SETTLE_S = 0.0007
 
 def batch_of(size: int) -> int:
     """Samples of a batch; every side has room for four batches."""
-    return max(4, min(64, IN_FLIGHT_BYTES // 4 // size))
+    return max(4, min(256, IN_FLIGHT_BYTES // 4 // size))
 
 
 def child(target: Callable[..., None], *args: Any) -> int:
@@ -169,17 +169,22 @@ def mixle_dataset(size: int, workers: int) -> Side:
     return lambda: bool(next(samples)), pids
 
 
-def mixle_loader(size: int, workers: int) -> Side:
-    """The loader, with batches of 16 from one process."""
+def mixle_loader(size: int, workers: int, *, processes: int = 0) -> Side:
+    """The loader, with batches of 16, in the trainer's own process."""
     at = endpoints()
     pids = teachers(size, workers, at)
     from mixle.data.teacher.dataset import DistillIterableDataset
     from mixle.data.teacher.fence import shared_generation
     from mixle.data.teacher.loader import DistillDataLoader
 
-    dataset = DistillIterableDataset(0, shared_generation(), 32, config(size), at[0])
-    batches = iter(DistillDataLoader(dataset, batch_size=16, num_workers=1))
+    dataset = DistillIterableDataset(0, shared_generation(), 4 * batch_of(size), config(size), at[0])
+    batches = iter(DistillDataLoader(dataset, batch_size=16, num_workers=processes))
     return lambda: len(next(batches)["x"]), pids
+
+
+def mixle_loader_apart(size: int, workers: int) -> Side:
+    """The loader, with batches of 16 from a process of its own."""
+    return mixle_loader(size, workers, processes=1)
 
 
 def mixle_order(size: int, workers: int) -> Side:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from mixle.data.teacher.batch_ref import BatchRef
 from mixle.data.teacher.desk import Desk
 from mixle.data.teacher.errors import GeneratorFailed
 from mixle.data.teacher.fence import Fence, GenerationReader
@@ -19,7 +20,7 @@ from mixle.data.teacher.keys import Keys
 from mixle.data.teacher.readers import RETIRED, add_reader
 from mixle.data.teacher.run import start_ticks
 from mixle.data.teacher.segment import SegmentMedium
-from mixle.data.teacher.session import OnEvent
+from mixle.data.teacher.session import OnEvent, Session
 from mixle.data.teacher.specs import BatchConfig
 from mixle.data.teacher.station import Station
 from mixle.utils.exact import require_finite_float, require_nonnegative_int
@@ -103,7 +104,7 @@ class DistillIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
             "directory": directory,
             "data_port": data_port,
         }
-        Station.of(**self._arguments)
+        self._slot_count = Station.of(**self._arguments).slot_count
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for tagged in self.tagged():
@@ -117,6 +118,25 @@ class DistillIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
             BrokerUnreachable, NoWorker: for ``deadline_s`` nothing came, and this is why.
             RuntimeError: the client that ``generation_value`` belongs to was closed.
         """
+        for session, slot in self._taken(1):
+            generation = session.generation_of(slot)
+            sample = {name: tensor.clone() for name, tensor in session.slots.tensor(slot).items()}
+            session.release(slot)
+            if generation >= self._shared.newest():
+                yield Tagged(generation, sample)
+
+    def lent(self, size: int) -> Iterator[BatchRef]:
+        """Yield batches of ``size`` samples, at most ``slot_count``, where they lie; raises as :meth:`tagged`."""
+        for session, first in self._taken(size):
+            yield BatchRef(session.slots, first, size, session.generation_of(first), session.release)
+
+    @property
+    def slot_count(self) -> int:
+        """The samples that each iterator orders ahead."""
+        return self._slot_count
+
+    def _taken(self, size: int) -> Iterator[tuple[Session, int]]:
+        """Yield sessions and the first slots of groups that are held there."""
         fence = Fence(self._shared, publishes=False)
         desk = Desk(Station.of(**self._arguments), fence, deadline_s=self._deadline_s, on_event=self._on_event)
         add_reader(desk, self._shared)
@@ -125,22 +145,16 @@ class DistillIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
             failures = 0
             while True:
                 try:
-                    taken = desk.take(1, self._deadline_s)
+                    taken = desk.take(size, self._deadline_s)
                 except GeneratorFailed:
                     failures += 1
                     if failures > self._max_retries:
                         raise
                     time.sleep(self._retry_delay)
                     continue
-                if taken is None:
-                    continue
-                failures = 0
-                session, slot = taken
-                generation = session.generation_of(slot)
-                sample = {name: tensor.clone() for name, tensor in session.slots.tensor(slot).items()}
-                session.release(slot)
-                if generation >= fence.generation:
-                    yield Tagged(generation, sample)
+                if taken is not None:
+                    failures = 0
+                    yield taken
         finally:
             if watch is not None:
                 watch.stop()

@@ -8,7 +8,8 @@ offset                  content (little-endian)
 16                      length, uint64: bytes of the sample, back to back; 0 until it is complete
 24                      status, uint32: 0 empty, 1 writing, 2 complete
 28                      CRC-32 of the sample, uint32; 0 for none
-32                      zeros
+32                      watched, uint32: 1 while the student sleeps on this word until the slot is complete
+36                      zeros
 64                      the tensors, in the order of the config, each from a multiple of 64
 64 + ``payload_bytes``  the canary: 64 bytes that no writer may change
 ======================  ==========================================================================
@@ -26,7 +27,7 @@ from mixle.data.teacher.specs import MOST_BYTES, MOST_TENSORS, BatchConfig, Tens
 ALIGNMENT = 64
 HEADER_BYTES = 64
 CANARY = bytes.fromhex("c0ffee5a") * 16
-TOKEN_AT, GENERATION_AT, LENGTH_AT, STATUS_AT, CHECKSUM_AT = 0, 8, 16, 24, 28
+TOKEN_AT, GENERATION_AT, LENGTH_AT, STATUS_AT, CHECKSUM_AT, WATCHED_AT = 0, 8, 16, 24, 28, 32
 EMPTY, WRITING, COMPLETE = range(3)
 
 

@@ -20,6 +20,7 @@ HELD     its reader has it                  :meth:`~Orders.release`: FREE
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from collections import deque
@@ -51,8 +52,9 @@ FREE, ORDERED, LOST, DRAINING, READY, HELD = (int(state) for state in SlotState)
 
 
 _ORDERED, _TO_DRAINING = np.uint8(ORDERED), np.uint8(DRAINING - ORDERED)
+_FREE = re.compile(b"%c+" % FREE)
 _TRUE = re.compile(b"\\x01+")
-_OPEN = re.compile(b"[%c-%c]" % (ORDERED, DRAINING))
+_OPEN = re.compile(b"[%c-%c]+" % (ORDERED, DRAINING))
 
 
 class Orders:
@@ -73,11 +75,13 @@ class Orders:
                 f"have at least {self.size} slots, better {2 * self.size}"
             )
         self.usable = slot_count // self.size * self.size
-        self.state: NDArray[np.uint8] = np.zeros(self.usable, np.uint8)
+        # Bytes that are also arrays: searching a few is many times faster than any array operation.
+        self._states, self._settlements = bytearray(self.usable), bytearray(b"\x01" * self.usable)
+        self.state: NDArray[np.uint8] = np.frombuffer(self._states, np.uint8)
         self.token: NDArray[np.uint64] = np.zeros(self.usable, np.uint64)
         self.generation: NDArray[np.uint64] = np.zeros(self.usable, np.uint64)
         self._order: NDArray[np.uint64] = np.zeros(self.usable, "<u8")  # the eight bytes of an order's id
-        self._settled: NDArray[np.bool_] = np.ones(self.usable, bool)
+        self._settled: NDArray[np.bool_] = np.frombuffer(self._settlements, np.bool_)
         self._writers: dict[int, Hashable] = {}
         self._ready: deque[int] = deque()
         self._runs: list[tuple[int, int, int, int]] | None = None
@@ -86,12 +90,12 @@ class Orders:
     @property
     def free(self) -> int:
         """The number of slots that could be ordered now."""
-        return int(np.count_nonzero((self.state == FREE) & self._settled))
+        return sum(count for _, count in self._placeable())
 
     @property
     def outstanding(self) -> int:
         """The number of slots whose sample may still come."""
-        return int(np.count_nonzero((self.state == ORDERED) | (self.state == LOST)))
+        return self._states.count(ORDERED) + self._states.count(LOST)
 
     @property
     def ready(self) -> int:
@@ -114,14 +118,14 @@ class Orders:
     @property
     def all_held(self) -> bool:
         """Whether the reader has everything."""
-        return bool((self.state == HELD).all())
+        return self._states.count(HELD) == self.usable
 
     def runs(self) -> list[tuple[int, int, int, int]]:
         """Return what may still be completed: (first, count, token, generation) of neighbours with tokens in turn."""
         if self._runs is None:
             self._runs = [
                 (first, count, int(self.token[first]), int(self.generation[first]))
-                for first, count in self._by_order(_is_open(self.state))
+                for first, count in self._by_order(_OPEN.finditer(self._states))
             ]
         return self._runs
 
@@ -129,13 +133,13 @@ class Orders:
         """Order every free slot: one order for each run of neighbours."""
         orders = []
         self._runs = None
-        for first, count in _runs((self.state == FREE) & self._settled):
-            order_id = secrets.token_bytes(8)
+        for first, count in self._placeable():
+            order_id = os.urandom(8)
             token, self._next_token = self._next_token, (self._next_token + count) & U64
             slots = slice(first, first + count)
             self.state[slots] = ORDERED
             self._settled[slots] = False
-            self.token[slots] = np.uint64(token) + np.arange(count, dtype=np.uint64)
+            self.token[slots] = token if count == 1 else np.uint64(token) + np.arange(count, dtype=np.uint64)
             self.generation[slots] = generation
             self._order[slots] = int.from_bytes(order_id, "little")
             orders.append(Order(order_id, first, count, token, generation))
@@ -145,7 +149,7 @@ class Orders:
         """Note the slots from ``first`` on whose headers say that what they were ordered for is there."""
         count = len(complete)
         state = self.state[first : first + count]
-        if complete.all() and state.tobytes().count(ORDERED) == count:
+        if complete.all() and self._states.count(ORDERED, first, first + count) == count:
             state[:] = READY
             groups: Iterable[int] = range(first // self.size, (first + count - 1) // self.size + 1)
         else:
@@ -161,21 +165,21 @@ class Orders:
         self._runs = None
         for group in groups:
             slot = group * self.size
-            if self.state[slot : slot + self.size].tobytes().count(READY) == self.size:
+            if self._states.count(READY, slot, slot + self.size) == self.size:
                 self._ready.append(slot)
 
     def first_open(self, order_id: bytes, first: int, count: int) -> int | None:
         """Return the first slot of a range, as a message claims it, that is open and of this order; None if none is."""
         if self._order[first : first + count].tobytes() == order_id * count:
-            found = _OPEN.search(self.state[first : first + count].tobytes())
-            return None if found is None else first + found.start()
+            found = _OPEN.search(self._states, first, first + count)
+            return None if found is None else found.start()
         slots = self.of(order_id, first, count)
         return int(slots[0]) if len(slots) else None
 
     def settle(self, order_id: bytes, first: int, count: int) -> bool:
         """Take the broker's last word on slots that are all of one order and no longer open; False if they are not."""
         slots = slice(first, first + count)
-        if self._order[slots].tobytes() != order_id * count or _OPEN.search(self.state[slots].tobytes()):
+        if self._order[slots].tobytes() != order_id * count or _OPEN.search(self._states, first, first + count):
             return False
         self._settled[slots] = True
         return True
@@ -254,7 +258,7 @@ class Orders:
         told[list(self._writers)] = False
         self._settled[(self.state == FREE) | (self.state >= READY)] = True  # of these no broker has anything to say
         orders = []
-        for first, count in self._by_order(told):
+        for first, count in self._by_order(_TRUE.finditer(told.tobytes())):
             order_id = int(self._order[first]).to_bytes(8, "little")
             orders.append(Order(order_id, first, count, int(self.token[first]), int(self.generation[first])))
         return orders
@@ -263,11 +267,20 @@ class Orders:
         same: NDArray[np.bool_] = self._order[slots] == np.uint64(int.from_bytes(order_id, "little"))
         return same
 
-    def _by_order(self, mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-        """Yield (first, count) of the runs of True, split between orders: within one, tokens are in turn."""
-        for first, count in _runs(mask):
+    def _placeable(self) -> list[tuple[int, int]]:
+        """Return (first, count) of the neighbours that may be ordered."""
+        return [
+            (match.start(), match.end() - match.start())
+            for free in _FREE.finditer(self._states)
+            for match in _TRUE.finditer(self._settlements, *free.span())
+        ]
+
+    def _by_order(self, matches: Iterable[re.Match[bytes]]) -> Iterator[tuple[int, int]]:
+        """Yield (first, count) of neighbours, split between orders: within one, tokens are in turn."""
+        for match in matches:
+            first, count = match.start(), match.end() - match.start()
             ids = self._order[first : first + count]
-            if (ids == ids[0]).all():
+            if count == 1 or (ids == ids[0]).all():
                 yield first, count
                 continue
             edges = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), count]
@@ -288,8 +301,3 @@ def _is_open(state: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Tell which slots a writer may still complete; below ORDERED, the difference wraps."""
     is_open: NDArray[np.bool_] = (state - _ORDERED) <= _TO_DRAINING
     return is_open
-
-
-def _runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Return (first, count) of each run of True."""
-    return [(match.start(), match.end() - match.start()) for match in _TRUE.finditer(mask.tobytes())]

@@ -33,7 +33,7 @@ from mixle.data.teacher.messages import DONE, FAILED, MAX_PIECES, NO_MODEL, U64,
 from mixle.data.teacher.run import ProcessIdentity
 
 PIECE_SECONDS = 0.002
-PIECE_SLOTS = 64
+PIECE_SLOTS = 256
 BACK_OFF_S = 0.05
 LIVES = 10  # workers that may die with a part, or hand it back untouched, before it is given up
 SCANNED = 16

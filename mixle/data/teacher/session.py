@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
-from mixle.data.teacher import messages
+from mixle.data.teacher import doorbell, messages
 from mixle.data.teacher.cleanup import tidy
 from mixle.data.teacher.errors import GeneratorFailed, TeacherError
 from mixle.data.teacher.fence import Fence
@@ -32,7 +32,7 @@ __all__ = ["OnEvent", "Session"]
 
 logger = logging.getLogger(__name__)
 
-SPIN_S = 200e-6
+WATCH_S = 0.002
 GATHER_S = 0.002
 TICK_S = 0.1
 BEHIND_S = 0.05
@@ -123,7 +123,7 @@ class Session:
             self._orders = Orders(self.station.slot_count, size=size)
         first = self._take()
         if first is None:
-            self._look()
+            self._peek()
             self.hear(0.0)
             first = self._take()
         watched = False
@@ -138,7 +138,7 @@ class Session:
                 return None
             if not watched:
                 watched = True
-                self._watch(min(left, SPIN_S))
+                self._watch(min(left, WATCH_S))
             elif not self.hear(min(left, GATHER_S)) and (first := self._woken()) is None:
                 self._place()
                 if not self.hear(min(left, TICK_S)):
@@ -266,28 +266,35 @@ class Session:
             self.peer.send(messages.Request(orders=tuple(orders[start : start + MAX_PIECES]), resent=resent))
 
     def _watch(self, seconds: float) -> None:
-        """Look at one header for a moment: it changes sooner than a message can tell."""
+        """Sleep until one header changes, for a moment: it does sooner than a message can tell."""
         assert self._orders is not None
         runs = self._orders.runs()
-        if not STORES_IN_ORDER or not runs or self._receiver is not None:
-            return  # a receiver's thread would have to wait for this one
-        first, count, token, generation = runs[0]
-        ahead = min(count, self._orders.size) - 1
-        slot, token = first + ahead, (token + ahead) & messages.U64
-        is_complete, clock, pause = self.slots.is_complete, time.perf_counter, os.sched_yield
-        until = clock() + seconds
-        while not is_complete(slot, token, generation):
-            if clock() > until:
-                return
-            pause()
-        self._look()
+        if not doorbell.AVAILABLE or not runs or self._receiver is not None:
+            return  # a receiver's thread would not ring
+        if self.slots.wait(*self._ahead(runs[0]), seconds):
+            self._peek()
 
     def _look(self) -> None:
         """Look at the header of every slot that may be complete."""
-        orders = self._orders
-        if orders is not None and STORES_IN_ORDER:
-            for first, count, token, generation in orders.runs():
-                orders.landed(self.slots.complete(first, count, token, generation), first=first)
+        if self._orders is not None and STORES_IN_ORDER:
+            self._land(self._orders, self._orders.runs())
+
+    def _peek(self) -> None:
+        """Look where a group would be complete if slots are filled in order; of others a message tells."""
+        if self._orders is not None and STORES_IN_ORDER:
+            is_complete = self.slots.is_complete
+            self._land(self._orders, [run for run in self._orders.runs() if is_complete(*self._ahead(run))])
+
+    def _land(self, orders: Orders, runs: list[tuple[int, int, int, int]]) -> None:
+        for first, count, token, generation in runs:
+            orders.landed(self.slots.complete(first, count, token, generation), first=first)
+
+    def _ahead(self, run: tuple[int, int, int, int]) -> tuple[int, int, int]:
+        """Return slot, token and generation of what is last for the first group of a run."""
+        assert self._orders is not None
+        first, count, token, generation = run
+        ahead = min(count, self._orders.size - first % self._orders.size) - 1
+        return first + ahead, (token + ahead) & messages.U64, generation
 
     def hear(self, timeout_s: float) -> bool:
         """Attend to the next message, and to all that came with it; tell whether there was one."""

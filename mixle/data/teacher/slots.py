@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mixle.data.teacher import doorbell
 from mixle.data.teacher.layout import (
     CANARY,
     CHECKSUM_AT,
@@ -26,6 +27,7 @@ from mixle.data.teacher.layout import (
     LENGTH_AT,
     STATUS_AT,
     TOKEN_AT,
+    WATCHED_AT,
     WRITING,
     SlotLayout,
 )
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 _HEADER = struct.Struct("<QQQII")
-_LENGTH, _STATUS, _CHECKSUM = LENGTH_AT // 8, STATUS_AT // 4, CHECKSUM_AT // 4
+_LENGTH, _STATUS, _CHECKSUM, _WATCHED = LENGTH_AT // 8, STATUS_AT // 4, CHECKSUM_AT // 4, WATCHED_AT // 4
 _CANARY_WORDS = np.frombuffer(CANARY, "<u8")
 
 
@@ -72,11 +74,13 @@ class Slots:
         self._stride, self._runs = layout.stride, layout.runs
         # Arrays over an array: one made over a memoryview keeps the memory's object, but does not keep it from closing.
         self._bytes = np.frombuffer(self._memory, np.uint8)
+        self._address = self._bytes.ctypes.data
         self._tokens = self._column("<u8", TOKEN_AT)
         self._generations = self._column("<u8", GENERATION_AT)
         self._lengths = self._column("<u8", LENGTH_AT)
         self._statuses = self._column("<u4", STATUS_AT)
         self._checksums = self._column("<u4", CHECKSUM_AT)
+        self._watches = self._column("<u4", WATCHED_AT)
         self._canary_at = HEADER_BYTES + layout.payload_bytes
         self._canaries = self._column("<u8", self._canary_at, (len(CANARY) // 8,))
         self._steps = np.arange(slot_count, dtype=np.uint64)
@@ -109,6 +113,8 @@ class Slots:
     def complete(self, first: int, count: int, token: int, generation: int) -> NDArray[np.bool_]:
         """Tell which slots have a whole sample of this order: (count,)."""
         rows = self._rows(first, count)
+        if count == 1:
+            return np.array([self.is_complete(first, token, generation)])
         done: NDArray[np.bool_] = self._statuses[rows] == COMPLETE
         if not done.any():
             return done
@@ -127,12 +133,25 @@ class Slots:
             and self._words[word + _LENGTH] == self.layout.packed_bytes
         )
 
+    def wait(self, slot: int, token: int, generation: int, timeout_s: float) -> bool:
+        """Sleep until :meth:`is_complete`, or ``timeout_s``; tell whether it is. Only if ``doorbell.AVAILABLE``."""
+        watched = (self._base(slot) >> 2) + _WATCHED
+        self._states[watched] = 1
+        if not self.is_complete(slot, token, generation):
+            doorbell.sleep(self._address + 4 * watched, 1, timeout_s)
+        self._states[watched] = 0
+        return self.is_complete(slot, token, generation)
+
     def intact(self, first: int, count: int) -> NDArray[np.bool_]:
         """Tell behind which slots the canary is whole and, where there is a checksum, the sample agrees: (count,)."""
         rows = self._rows(first, count)
-        whole: NDArray[np.bool_] = (self._canaries[rows] == _CANARY_WORDS).all(axis=1)
-        for row in np.flatnonzero(self._checksums[rows]):
-            whole[row] &= self._checksum(first + int(row)) == self._checksums[first + row]
+        same: NDArray[np.bool_] = self._canaries[rows] == _CANARY_WORDS
+        whole: NDArray[np.bool_] = np.ones(count, bool)
+        if not same.all():
+            whole[:] = same.all(axis=1)
+        if self._checksums[rows].any():
+            for row in np.flatnonzero(self._checksums[rows]):
+                whole[row] &= self._checksum(first + int(row)) == self._checksums[first + row]
         return whole
 
     def is_intact(self, slot: int) -> bool:
@@ -191,28 +210,30 @@ class Slots:
             SizeError: bytes that are too many or too few.
             TypeError, ValueError: a sample that is neither, or a tensor that is not as its spec says.
         """
-        base = self._base(slot)
-        word, state = base >> 3, base >> 2
-        if self._words[word] != token or self._words[word + 1] != generation:
+        base, words, states = self._base(slot), self._words, self._states
+        word, status, size = base >> 3, (base >> 2) + _STATUS, self.layout.packed_bytes
+        if words[word] != token or words[word + 1] != generation:
             self._refuse(slot, token, generation)
         if type(sample) is not bytes and isinstance(sample, Mapping):
             self._require_sample(sample, ())
-            self._states[state + _STATUS] = WRITING
+            states[status] = WRITING
             for name, value in sample.items():
                 self._put(name, slot, value)
         else:
             data = sample if type(sample) is bytes else _bytes_of(sample)
-            size = len(data)
-            if size != self.layout.packed_bytes:
-                raise SizeError(f"the sample has {size} bytes; {self._wanted()}")
-            self._states[state + _STATUS] = WRITING
+            if len(data) != size:
+                raise SizeError(f"the sample has {len(data)} bytes; {self._wanted()}")
+            states[status] = WRITING
             for packed, offset, length in self._runs:
+                start = base + offset
                 piece = data if length == size else memoryview(data)[packed : packed + length]
-                self._memory[base + offset : base + offset + length] = piece
+                self._memory[start : start + length] = piece
         if checksum:
-            self._states[state + _CHECKSUM] = self._checksum(slot)
-        self._words[word + _LENGTH] = self.layout.packed_bytes
-        self._states[state + _STATUS] = COMPLETE
+            states[(base >> 2) + _CHECKSUM] = self._checksum(slot)
+        words[word + _LENGTH] = size
+        states[status] = COMPLETE
+        if states[(base >> 2) + _WATCHED]:
+            self._ring(slot)
 
     def write_batch(
         self,
@@ -265,6 +286,9 @@ class Slots:
                 self._checksums[slot] = self._checksum(slot)
         self._lengths[rows] = self.layout.packed_bytes
         self._statuses[rows] = COMPLETE
+        if self._watches[rows].any():
+            for row in np.flatnonzero(self._watches[rows]):
+                self._ring(first + int(row))
 
     # ---- private
 
@@ -301,6 +325,12 @@ class Slots:
             f"slot {slot} is of order {self._tokens[slot]:#x} in generation {self._generations[slot]} by now, "
             f"not of {token:#x} in {generation}; nothing was written"
         )
+
+    def _ring(self, slot: int) -> None:
+        """Wake the student that sleeps until a slot is complete."""
+        watched = (self._base(slot) >> 2) + _WATCHED
+        self._states[watched] = 0  # a student about to sleep does not
+        doorbell.ring(self._address + 4 * watched)
 
     def _require_sample(self, sample: Mapping[str, Any], batch: tuple[int, ...]) -> None:
         require_names(self._specs, sample)

@@ -56,6 +56,32 @@ def test_without_a_batch_size_samples_come_one_by_one(run):
         assert isinstance(one["x"], torch.Tensor) and one["x"].shape == (3,)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_that_are_kept_stay_as_they_were(run, workers):
+    loader = DistillDataLoader(run.dataset, batch_size=2, num_workers=workers)
+    kept = []
+    for number in range(1, 8):
+        run.leader.set_model("m", {"number": number})
+        batch = next(iter(loader))
+        kept.append(batch["y"] if number % 2 else batch["y"][:1])  # a view keeps its batch as well
+    for number, labels in enumerate(kept, start=1):
+        assert set(labels.tolist()) == {number}
+
+
+def test_the_memory_of_a_batch_that_is_dropped_is_used_again(run):
+    batches = iter(DistillDataLoader(run.dataset, batch_size=2))
+    addresses = [next(batches)["x"].data_ptr() for _ in range(10)]
+    assert len(set(addresses)) <= 2
+    batches.close()
+
+
+def test_a_batch_that_the_slots_do_not_hold_is_refused_with_the_count_that_would(run):
+    with pytest.raises(ValueError, match="batch_size=9 exceeds the dataset's slot_count=8; have slot_count=36"):
+        DistillDataLoader(run.dataset, batch_size=9)
+    with pytest.raises(TypeError, match="batch_size"):
+        DistillDataLoader(run.dataset, batch_size=2.0)
+
+
 def test_leaving_early_leaves_no_memory(run):
     run.leader.hello()
     before = run.segments()

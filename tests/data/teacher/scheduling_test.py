@@ -141,13 +141,13 @@ def test_the_first_piece_is_one_slot_and_later_ones_take_two_milliseconds():
 
 
 def test_a_fast_worker_gets_at_most_a_full_piece_and_its_share():
-    asking, fast, other = student(512), worker(prefetch=1), worker(prefetch=1)
+    asking, fast, other = student(2048), worker(prefetch=1), worker(prefetch=1)
     scheduler = scheduler_with(asking, fast, other)
     fast.seconds = other.seconds = 1e-7
     scheduler.request(asking, [order(0, 100)], 0.0)
     sent = scheduler.take(0.0)
     assert (len(slots_of(given_to(sent, fast))), len(slots_of(given_to(sent, other)))) == (50, 25)
-    scheduler.request(asking, [order(100, 400)], 0.0)
+    scheduler.request(asking, [order(100, 1500)], 0.0)
     report(scheduler, fast, given_to(sent, fast), seconds=1e-6)
     assert len(slots_of(given_to(scheduler.take(0.0), fast))) == PIECE_SLOTS
 
