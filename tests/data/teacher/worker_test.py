@@ -529,7 +529,8 @@ def test_a_worker_runs_once(addresses: tuple[str, str]) -> None:
     [
         ({"generator_fn": 3}, TypeError, "generator_fn=3 must be callable"),
         ({"slot_size": 1.5}, TypeError, r"slot_size=1\.5 must be an integer"),
-        ({"slot_size": -1}, ValueError, "slot_size=-1 must be at least 0"),
+        ({"slot_size": -1}, ValueError, "slot_size=-1 must be at least 1"),
+        ({"slot_size": 0}, ValueError, "slot_size=0 must be at least 1"),
         ({"max_batch": 0}, ValueError, "max_batch=0 must be at least 1"),
         ({"into_buffer": 1}, TypeError, "into_buffer=1 must be True or False"),
         ({"patterns": "a*"}, TypeError, r"patterns='a\*' must be a sequence of globs"),
