@@ -16,7 +16,18 @@ import pytest
 from diloco_sites import Heard, at_once, descend, fresh_url, open_session, wait_until, zeros
 from unmeasured import environment
 
-from mixle.diloco import AlgorithmMismatch, Carry, DiLoCo, IdInUse, Overwrite, Session, align, open_mailbox
+from mixle.diloco import (
+    AlgorithmMismatch,
+    Carry,
+    DiLoCo,
+    IdInUse,
+    Overwrite,
+    Rda,
+    Session,
+    WeightedMean,
+    align,
+    open_mailbox,
+)
 from mixle.diloco.node_info import NodeInfo
 from mixle.diloco.records import RoundRecord
 
@@ -83,6 +94,59 @@ def test_two_sites_that_want_apart_meet_between():
     assert align(model, mailbox=url) >= 20
     assert 0.4 < model["weight"].mean() < 0.6
     assert all(len(record.contributions) == 2 for record in records(url)[-20:])
+
+
+def pull(arrays: dict[str, np.ndarray], site: int, step: int) -> None:
+    """One step of a site's own towards a target that no other has, with noise."""
+    rng = np.random.default_rng((site, step))
+    for name in sorted(arrays):
+        target = 1.0 + site + rng.standard_normal(arrays[name].shape)
+        arrays[name] -= (0.05 * (arrays[name] - target)).astype(arrays[name].dtype)
+
+
+def merged(deltas: list[np.ndarray], merge: Rda | WeightedMean) -> np.ndarray:
+    if merge == WeightedMean():
+        return np.mean(deltas, axis=0)
+    norms = [np.linalg.norm(delta) for delta in deltas]
+    direction = np.sum([delta / length for delta, length in zip(deltas, norms, strict=True)], axis=0)
+    return np.mean(norms) * direction / np.linalg.norm(direction)
+
+
+@pytest.mark.parametrize("merge", [WeightedMean(), Rda()], ids=["mean", "rda"])
+def test_sites_in_step_end_where_a_loop_that_trains_them_in_turn_and_merges_them_ends(merge):
+    """The loop is DiLoCo as its paper writes it, in float64; what is left at the end is added whole."""
+    url, turns, met = fresh_url(), 8, threading.Barrier(4, timeout=30)
+    algorithm = DiLoCo(6, 2, overlap_steps=0, quorum_size=4, follow=0, global_batch_size=4, merge=merge)
+
+    def site(index: int) -> None:
+        model = zeros()
+        with open_session(model, algorithm, url, learner_id=f"site-{index}") as session:
+            wait_until(lambda: session.batch_size == 1)  # each knows of the others
+            met.wait()
+            for step in range(6 * turns):
+                pull(model, index, step)
+                session.step(2)
+
+    at_once(*[lambda index=index: site(index) for index in range(4)])
+    found = zeros()
+    assert align(found, mailbox=url) == 2 * turns + 1
+
+    models = [{name: array.astype(np.float64) for name, array in zeros().items()} for _ in range(4)]
+    anchor = {name: array.copy() for name, array in models[0].items()}
+    momentum = {name: np.zeros_like(array) for name, array in anchor.items()}
+    for step in range(6 * turns):
+        for index, model in enumerate(models):
+            pull(model, index, step)
+        if (step + 1) % 3 == 0:
+            name = "weight" if (step + 1) % 6 == 3 else "bias"  # a fragment each, the larger one first
+            delta = merged([anchor[name] - model[name] for model in models], merge)
+            momentum[name] = 0.9 * momentum[name] + delta
+            anchor[name] = anchor[name] - 0.7 * (delta + 0.9 * momentum[name])
+            for model in models:
+                model[name] = anchor[name].copy()
+    anchor["weight"] -= merged([anchor["weight"] - model["weight"] for model in models], merge)
+    for name, array in anchor.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-4)
 
 
 def test_a_site_that_joins_later_starts_at_the_newest_commit():
