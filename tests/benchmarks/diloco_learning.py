@@ -1,9 +1,11 @@
 """Learning across sites beside learning together: python tests/benchmarks/diloco_learning.py [--plot FILE]
 
 A byte-level transformer of 0.4M parameters on the standard library of the Python that runs this, always the same number
-of training tokens. Data parallel is one process with the global batch: every step it would send its gradients, counted
-as a ring all-reduce does. DiLoCo's sites are threads with a data shard, a module and an optimizer each; they meet in a
-mailbox in memory, whose counters say what went up and down. Rates are tried for every side, and the best counts.
+of training tokens. Data parallel is one process with the global batch: every step it would send
+its gradients, counted as a ring all-reduce does. DiLoCo's sites are threads with a data shard, a module and an
+optimizer each; they meet in a mailbox in memory, whose counters say what went up and down. Once they wait for one
+another, which is what the bar is about, and once they do not, which is the default. With --rates every side tries
+several, and its best counts.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,10 +32,28 @@ from mixle.lm.corpus import standard_library_files
 from mixle.models.transformer import CausalLM
 
 SITES, SYNC_EVERY, FRAGMENTS = 4, 50, 4
-BLOCK, BATCH = 64, 8
-HELDOUT_WINDOWS = 256
+BLOCK, BATCH = 32, 4
+HELDOUT_WINDOWS = 512
 TEXT_BYTES = 8_000_000
 EVALUATIONS = 10
+BAR = 1.01
+
+
+class Tuned(NamedTuple):
+    """A side's peak learning rate, and the share of its steps in which it warms up to it."""
+
+    rate: float
+    warm_up: float
+
+
+IN_STEP = {"overlap_steps": 0, "quorum_size": SITES, "follow": 0, "outer_momentum": 0.8}
+TUNED = {
+    "data parallel": Tuned(6e-3, 0.025),
+    "in step": Tuned(4e-3, 0.15),
+    "small batch": Tuned(3e-3, 0.025),
+    "as they come": Tuned(3e-3, 0.15),
+    "in step, F4": Tuned(4e-3, 0.15),
+}
 
 
 @dataclass
@@ -67,17 +88,20 @@ def make_model() -> CausalLM:
 class Trainer:
     """A module, its optimizer and its place in the data."""
 
-    def __init__(self, tokens: torch.Tensor, batch: int, steps: int, rate: float, seed: int) -> None:
-        self.model, self.tokens, self.batch, self.steps, self.rate = make_model(), tokens, batch, steps, rate
+    def __init__(self, tokens: torch.Tensor, batch: int, steps: int, tuned: Tuned, seed: int) -> None:
+        self.model, self.tokens, self.batch, self.steps = make_model(), tokens, batch, steps
+        self.tuned = tuned
         self.generator = torch.Generator().manual_seed(seed)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=tuned.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
         self.taken = 0
 
     def step(self) -> None:
-        warm = min(1.0, (self.taken + 1) / 50)
+        warm = min(1.0, (self.taken + 1) / (self.tuned.warm_up * self.steps))
         decay = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * self.taken / self.steps))
         for group in self.optimizer.param_groups:
-            group["lr"] = self.rate * warm * decay
+            group["lr"] = self.tuned.rate * warm * decay
         starts = torch.randint(len(self.tokens) - BLOCK - 1, (self.batch,), generator=self.generator)
         rows = self.tokens[starts[:, None] + torch.arange(BLOCK + 1)]
         logits = self.model(rows[:, :-1])
@@ -95,9 +119,9 @@ def heldout_loss(model: CausalLM, heldout: torch.Tensor) -> float:
         return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).item()
 
 
-def together(name: str, train: torch.Tensor, heldout: torch.Tensor, batch: int, steps: int, rate: float) -> Curve:
+def together(name: str, train: torch.Tensor, heldout: torch.Tensor, batch: int, steps: int, tuned: Tuned) -> Curve:
     """One process; with the global batch, what data parallel on SITES ranks computes."""
-    curve, trainer, started = Curve(name), Trainer(train, batch, steps, rate, seed=1), time.perf_counter()
+    curve, trainer, started = Curve(name), Trainer(train, batch, steps, tuned, seed=1), time.perf_counter()
     ranks = batch // BATCH
     per_step = 2 * (ranks - 1) * 4 * sum(p.numel() for p in trainer.model.parameters())  # a ring all-reduce, all ranks
     for step in range(1, steps + 1):
@@ -109,27 +133,32 @@ def together(name: str, train: torch.Tensor, heldout: torch.Tensor, batch: int, 
     return curve
 
 
-def apart(name: str, train: torch.Tensor, heldout: torch.Tensor, steps: int, rate: float, **algorithm: object) -> Curve:
+def apart(
+    name: str, train: torch.Tensor, heldout: torch.Tensor, steps: int, tuned: Tuned, **algorithm: object
+) -> Curve:
     """SITES sites that meet in a mailbox."""
     curve, url, started = Curve(name), f"memory://{uuid.uuid4().hex}", time.perf_counter()
     shards, stores = torch.tensor_split(train, SITES), [open_mailbox(url) for _ in range(SITES)]
-    chosen = DiLoCo(SYNC_EVERY, FRAGMENTS, **algorithm)
+    chosen = DiLoCo(SYNC_EVERY, FRAGMENTS, global_batch_size=SITES * BATCH, **algorithm)
     ready = threading.Barrier(SITES)
     taken = [0] * SITES
     failures: list[BaseException] = []
 
     def site(i: int) -> None:
         try:
-            trainer, fetched = Trainer(shards[i], BATCH, steps, rate, seed=i), make_model()
+            trainer, fetched = Trainer(shards[i], BATCH, steps, tuned, seed=i), make_model()
             session = Session(
                 trainer.model,
                 algorithm=chosen,
                 mailbox=stores[i],
                 learner_id=f"site-{i}",
-                poll_interval=0.05,
+                poll_interval=0.02,
                 lease_timeout=120.0,
                 callbacks=(),
             )
+            # Until each knows of the others, a site's first rounds would be its own.
+            while session.batch_size != BATCH and not failures:
+                time.sleep(0.01)
             ready.wait()
             for step in range(1, steps + 1):
                 trainer.step()
@@ -161,10 +190,6 @@ def apart(name: str, train: torch.Tensor, heldout: torch.Tensor, steps: int, rat
     return curve
 
 
-def best(curves: list[Curve]) -> Curve:
-    return min(curves, key=lambda curve: curve.final)
-
-
 def draw(curves: list[Curve], path: Path) -> None:
     import matplotlib
 
@@ -186,45 +211,62 @@ def draw(curves: list[Curve], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def run_side(side: str, steps: int, rate: float) -> Curve:
+def run_side(side: str, steps: int, tuned: Tuned) -> Curve:
     """Train one side; called in a process of its own."""
     torch.set_num_threads(1)
     train, heldout = read_text(TEXT_BYTES)
     match side:
         case "data parallel":
-            return together("data parallel, same global batch", train, heldout, SITES * BATCH, steps, rate)
+            return together("data parallel, same global batch", train, heldout, SITES * BATCH, steps, tuned)
         case "small batch":
-            return together("one process, small batch", train, heldout, BATCH, SITES * steps, rate)
-        case "F4":
-            return apart("DiLoCo, F4 both ways", train, heldout, steps, rate, delta_dtype="F4", commit_dtype="F4")
-        case _:
-            return apart("DiLoCo, float32", train, heldout, steps, rate)
+            return together("one process, small batch", train, heldout, BATCH, SITES * steps, tuned)
+        case "in step":
+            return apart("DiLoCo in step", train, heldout, steps, tuned, **IN_STEP)
+        case "in step, F4":
+            formats = {"delta_dtype": "F4", "commit_dtype": "F4"}
+            return apart("DiLoCo in step, F4 both ways", train, heldout, steps, tuned, **IN_STEP, **formats)
+        case "as they come":
+            return apart("DiLoCo as they come (the defaults)", train, heldout, steps, tuned)
+    raise ValueError(f"side={side!r} must be one of {', '.join(TUNED)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1000, help="steps of each site")
-    parser.add_argument(
-        "--rates", type=float, nargs="+", default=[3e-3], help="peak learning rates to try on each side"
-    )
+    parser.add_argument("--steps", type=int, default=2500, help="steps of each site")
+    parser.add_argument("--rates", type=float, nargs="+", help="peak learning rates to try on every side")
+    parser.add_argument("--sides", nargs="+", choices=TUNED, default=list(TUNED), help="what to train")
+    parser.add_argument("--jobs", type=int, default=1, help="sides to train at a time")
     parser.add_argument("--plot", type=Path, help="image to write")
     asked = parser.parse_args()
     size = sum(p.numel() for p in make_model().parameters())
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPUs")
     print(f"{size:,} parameters; {SITES} sites, H={SYNC_EVERY}, {FRAGMENTS} fragments; {asked.steps} steps a site,")
-    print(f"{SITES * asked.steps * BATCH * BLOCK:,} tokens in all; peak rates {asked.rates}", flush=True)
-    sides = ("data parallel", "float32", "F4", "small batch")
-    with ProcessPoolExecutor(len(sides), mp_context=get_context("spawn")) as pool:
-        running = [[pool.submit(run_side, side, asked.steps, rate) for rate in asked.rates] for side in sides]
-        curves = [best([each.result() for each in tried]) for tried in running]
-    for curve in curves:
-        ratio = curve.final / curves[0].final
-        print(
-            f"{curve.name:34s} loss {curve.final:.4f} ({ratio:.4f} of data parallel)   up {curve.sent / 1e6:9.2f} MB   "
-            f"down {curve.received / 1e6:9.2f} MB   {curve.seconds:6.1f} s"
-        )
-    if asked.plot:
-        draw(curves, asked.plot)
+    print(f"{SITES * asked.steps * BATCH * BLOCK:,} tokens in all, {SITES * BATCH * BLOCK} of them in a global batch")
+    curves: dict[str, Curve] = {}
+    with ProcessPoolExecutor(asked.jobs, mp_context=get_context("spawn")) as pool:
+        tried = [(side, rate) for side in asked.sides for rate in asked.rates or [TUNED[side].rate]]
+        running = [pool.submit(run_side, side, asked.steps, TUNED[side]._replace(rate=rate)) for side, rate in tried]
+        for (side, rate), each in zip(tried, running, strict=True):
+            curve = each.result()
+            print(
+                f"{curve.name:36s} rate {rate:.2g}   loss {curve.final:.4f}   up {curve.sent / 1e6:9.2f} MB   "
+                f"down {curve.received / 1e6:9.2f} MB   {curve.seconds:6.1f} s",
+                flush=True,
+            )
+            if side not in curves or curve.final < curves[side].final:
+                curves[side] = curve
+                if asked.plot:
+                    draw(list(curves.values()), asked.plot)
+    if "data parallel" in curves:
+        compare(curves)
+
+
+def compare(curves: dict[str, Curve]) -> None:
+    bar = curves["data parallel"].final * BAR
+    print(f"bar: {bar:.4f}, the loss of data parallel + {BAR - 1:.0%}")
+    for curve in curves.values():
+        reached = "within" if curve.final <= bar else "MISSED"
+        print(f"{curve.name:36s} {curve.final / curves['data parallel'].final:.4f} of data parallel: {reached}")
 
 
 if __name__ == "__main__":
