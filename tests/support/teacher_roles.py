@@ -186,7 +186,7 @@ def trainer(run: Processes, *, rank: int, workers: int = 2, slots: int = 8, size
         try:
             _train(client, iter(loader))
         except (RuntimeError, OSError, EOFError) as error:  # torch says it in one of several ways
-            print(f"# {type(error).__name__}: {str(error)[:50].splitlines()}", flush=True)
+            print(f"# {type(error).__name__}: {str(error).splitlines()[-1]}", flush=True)
 
 
 def _train(client: Any, batches: Iterator[Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from mixle.data.teacher.generation import Demand, Outcome, Target
@@ -51,6 +51,7 @@ class Attachments:
         keys: for the network.
         insecure: the network may go without keys.
         checksum: samples that go over the network get a CRC-32.
+        attend: called while a student on another host takes its time; may let go of it.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Attachments:
         keys: Keys | None,
         insecure: bool,
         checksum: bool,
+        attend: Callable[[], None],
     ) -> None:
         self.run_id = run_id
         self._host, self._directory, self._slot_size = host, directory, slot_size
@@ -72,8 +74,10 @@ class Attachments:
             "keys": keys,
             "insecure": insecure,
             "checksum": checksum,
+            "attend": attend,
         }
         self._told: dict[int, SegmentInfo] = {}
+        self._ownerless: set[int] = set()
         self._places: OrderedDict[str, Place] = OrderedDict()
 
     @property
@@ -91,6 +95,11 @@ class Attachments:
             if len(self._told) >= MOST_SEGMENTS and info.segment_id not in self._told:
                 raise ValueError(f"segment {info.name} is one more than the {MOST_SEGMENTS} that a worker keeps")
             self._told[info.segment_id] = info
+            self._ownerless.discard(info.segment_id)
+
+    def is_ownerless(self, segment_id: int) -> bool:
+        """Whether the process of a segment was found dead before the broker told of it."""
+        return segment_id in self._ownerless
 
     def info(self, segment_id: int) -> SegmentInfo:
         """Return what was told of a segment.
@@ -130,6 +139,8 @@ class Attachments:
 
     def retire(self, segment_ids: Iterable[int]) -> list[str]:
         """Let go of segments; return their names."""
+        segment_ids = tuple(segment_ids)
+        self._ownerless.difference_update(segment_ids)
         names = [info.name for one in segment_ids if (info := self._told.pop(one, None)) is not None]
         self._close(names)
         return names
@@ -137,6 +148,7 @@ class Attachments:
     def forget(self, *, keep: Collection[str]) -> None:
         """Forget what was told, and let go of all but the names to ``keep``: a new broker counts anew."""
         self._told.clear()
+        self._ownerless.clear()
         self._close([name for name in self._places if name not in keep])
 
     def sweep(self) -> list[str]:
@@ -144,6 +156,7 @@ class Attachments:
         dead = [name for name, place in self._places.items() if is_alive(place.info.owner, self._host) is False]
         for segment_id in [one for one, info in self._told.items() if info.name in dead]:
             del self._told[segment_id]
+            self._ownerless.add(segment_id)
         self._close(dead)
         return dead
 

@@ -17,8 +17,10 @@ Whatever goes wrong in it fails the slots that it was called for, never the work
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from mixle.data.teacher.messages import DONE, FAILED, SKIPPED, U64
@@ -29,6 +31,7 @@ __all__ = ["Demand", "Generator", "Outcome", "Target"]
 logger = logging.getLogger(__name__)
 
 MOST_WORDS = 1000
+_HOUSE = str(Path(__file__).parent)
 NOTHING = 1 << 63
 
 GeneratorFunction: TypeAlias = Callable[..., Any]
@@ -282,8 +285,11 @@ def _require_batch(samples: object, count: int) -> None:
 
 
 def _words(error: Exception) -> str:
-    """Return the type and message of what went wrong, short enough for a message."""
+    """Return the type and message of what went wrong and where, short enough for a message."""
     logger.debug("a generator failed", exc_info=error)
-    text = f"{type(error).__name__}: {error}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(_HOUSE)]
+    where = f" ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})" if own else ""
+    text = f"{type(error).__name__}: {error}{where}"
     text = text if len(text) <= MOST_WORDS else f"{text[: MOST_WORDS - 3]}..."
     return text.encode(errors="replace").decode()

@@ -24,6 +24,7 @@ import logging
 import os
 import socket as net
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -48,6 +49,7 @@ MAGIC = b"mixle-n1"
 HEAD = struct.Struct("<8sQQQQI4x")
 RUN_BYTES = 1 << 20  # of one message, unless a slot is larger
 SEND_DEADLINE_S = 5.0
+GONE_S = 0.5  # without a connection, and nothing that listens
 LOOK_MS = 50  # between looks whether a sample is still wanted
 CURVE_BYTES = 64  # at most, around an encrypted frame
 IN_FLIGHT = 8  # messages on either side of the wire
@@ -225,13 +227,22 @@ class Sender:
         keys: the client's.
         insecure: there may be no keys.
         checksum: the student shall put a CRC-32 beside each sample.
+        attend: called while the student takes its time; may close this.
 
     Raises:
         ValueError: the student has no receiver, or there are no keys, and ``insecure`` is not True.
     """
 
     def __init__(
-        self, info: SegmentInfo, layout: SlotLayout, *, context: Any, keys: Keys | None, insecure: bool, checksum: bool
+        self,
+        info: SegmentInfo,
+        layout: SlotLayout,
+        *,
+        context: Any,
+        keys: Keys | None,
+        insecure: bool,
+        checksum: bool,
+        attend: Callable[[], None],
     ) -> None:
         if info.data_endpoint is None:
             raise ValueError(
@@ -242,7 +253,7 @@ class Sender:
         if keys is not None and info.data_key is None:
             raise ValueError(f"the student at {info.data_endpoint} has no keys, and this worker has; give it keys=")
         self.info = info
-        self._layout, self._checksum = layout, checksum
+        self._layout, self._checksum, self._attend = layout, checksum, attend
         self._free: _Scratch | None = None
         self._used: dict[bytes, _Scratch] = {}
         self._zmq = optional_import("zmq", extra="teacher")
@@ -254,6 +265,12 @@ class Sender:
         self._socket.ipv6 = "[" in info.data_endpoint
         if keys is not None:
             keys.secure_client(self._socket, info.data_key)
+        zmq = self._zmq
+        self._events = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+        )
+        self._broken_at: float | None = None
+        self._closed = False
         self._socket.connect(info.data_endpoint)
 
     def target(self, piece: WorkPiece) -> Target:
@@ -280,6 +297,9 @@ class Sender:
 
     def close(self) -> None:
         """Drop the connection; what is under way is lost."""
+        self._closed = True
+        self._socket.disable_monitor()
+        self._events.close(linger=0)
         self._socket.close(linger=0)
 
     def _send(self, payloads: NDArray[np.uint8], piece: WorkPiece, outcome: Outcome, demand: Demand) -> Outcome:
@@ -291,16 +311,29 @@ class Sender:
             # A copy, since the scratch is filled again while this is under way.
             frames = [head, payloads[shift : shift + size].copy()]
             until = time.monotonic() + self._patience_s
-            while not self._put(frames):
-                if demand.newest > piece.generation:
+            while self._closed or not self._put(frames):
+                if self._closed or demand.newest > piece.generation:
                     return outcome._replace(outcome=SKIPPED)
-                if time.monotonic() >= until:
+                message = self._given_up(until)
+                if message is not None:
                     self._patience_s = 0.0  # one deadline is enough until it takes something again
-                    message = f"the student at {self.info.data_endpoint} took nothing for {SEND_DEADLINE_S:g} s"
                     return outcome._replace(outcome=FAILED, message=message)
                 self._socket.poll(LOOK_MS, self._zmq.POLLOUT)
+                self._attend()
             self._patience_s = SEND_DEADLINE_S
         return outcome
+
+    def _given_up(self, until: float) -> str | None:
+        """Say why a student that takes nothing is not waited for any longer; None while it is."""
+        now = time.monotonic()
+        while self._events.poll(0):
+            event = int.from_bytes(self._events.recv_multipart()[0][:2], sys.byteorder)
+            self._broken_at = None if event == self._zmq.EVENT_HANDSHAKE_SUCCEEDED else self._broken_at or now
+        if now >= until:
+            return f"the student at {self.info.data_endpoint} took nothing for {SEND_DEADLINE_S:g} s"
+        if self._broken_at is not None and now >= self._broken_at + GONE_S:
+            return f"the student at {self.info.data_endpoint} is gone: nothing listens there"
+        return None
 
     def _put(self, frames: list[Any]) -> bool:
         try:

@@ -317,6 +317,7 @@ class Scheduler:
 
         An order of slots that a worker has, as the broker knows, waits until that worker has reported them: their
         student saw them complete, and has used them, already. Slots that were reported lost are given out at once.
+        Orders of a generation that this broker has not heard of yet are dropped.
         """
         refusal = None
         again = 0
@@ -325,8 +326,8 @@ class Scheduler:
             if first + count > student.slot_count:
                 refusal = refusal or f"slots {first} to {first + count - 1} of an order: there are {student.slot_count}"
                 continue
-            if generation > self.model.generation:
-                refusal = refusal or f"an order of generation {generation}: it is {self.model.generation}"
+            if generation > self.model.generation:  # an earlier broker switched, and nobody has said so yet
+                self._dropped.setdefault(student, []).append(Piece(order_id, first, count))
                 continue
             part = Part(order_id, first, count, token, generation, now)
             if resent:
@@ -585,13 +586,15 @@ class Scheduler:
         for first, count in runs(bits):
             again = part.sub(first, count)
             again.lives, again.avoid = left, avoid
+            void = part.cancelled or part.generation < self.model.generation
             if left < 0:
                 self._give_up(student, again, f"{LIVES} workers died or left with it, or would not take it")
-            elif avoid is not None and part.generation == self.model.generation:
+                continue
+            if not void:
                 self.counts.requeued += count
+            if avoid is not None and not void:
                 self._delay(student, again, now + BACK_OFF_S * (1 << (LIVES - left - 1)) / 8)
             else:
-                self.counts.requeued += count
                 self._queue(student, again, in_front=True)
 
     def _not_done(self, ticket: Ticket, bits: int, message: str | None, now: float) -> None:

@@ -390,7 +390,9 @@ class Session:
 
     def _fail(self, reason: str, *, tries: int) -> None:
         model = self.fence.model
-        self.failures.append(GeneratorFailed(f"model {model.model_id!r} gave no sample in {tries} tries: {reason}"))
+        unset = " (no model was set; call set_model on rank 0's client)" if model.generation == 0 else ""
+        text = f"model {model.model_id!r} gave no sample in {tries} tries{unset}: {reason}"
+        self.failures.append(GeneratorFailed(text))
         self._on_event("failed", {"message": reason, "tries": tries})
 
     def _lose(self, pieces: Iterable[Piece], worker: ProcessIdentity, *, dead: bool) -> None:

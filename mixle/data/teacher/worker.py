@@ -271,6 +271,12 @@ class Worker:
                     self._tell("broker_silent", seconds=peer.silent_s)
                 warned = silent
 
+    def _attend(self) -> None:
+        """Do what the broker says, while a student on another host takes its time."""
+        peer = self._peer
+        while peer is not None and (message := peer.receive(0)) is not None:
+            self._handle(peer, message)
+
     def _give_back(self, peer: Peer) -> None:
         given_back = sum(task.piece.count for task in self._queue)
         for task in self._queue:
@@ -367,6 +373,7 @@ class Worker:
                 keys=self._keys,
                 insecure=self._insecure,
                 checksum=self._generator.checksum,
+                attend=self._attend,
             )
         self._attachments.forget(keep={held.segment for held in self._held.values()})
         unsent, self._unsent = self._unsent, []
@@ -386,7 +393,8 @@ class Worker:
             self._report(peer, [_row(piece, FAILED, str(error)) for piece in work.pieces], 0.0)
             return
         for piece in work.pieces:
-            if len(self._held) >= messages.MAX_PIECES:  # a registration names no more, and others would get the rest
+            full = len(self._held) >= messages.MAX_PIECES  # a registration names no more, and others would get the rest
+            if full or self._attachments.is_ownerless(piece.segment_id):
                 self._report(peer, [_row(piece, SKIPPED)], 0.0)
                 continue
             try:

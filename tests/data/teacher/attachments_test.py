@@ -20,7 +20,16 @@ LAYOUT = SlotLayout.of(BatchConfig([TensorSpec("x", (3,), "uint8")]))
 
 @pytest.fixture
 def attachments() -> Iterator[Attachments]:
-    one = Attachments(RUN_ID, host=host_id(), slot_size=64, context=None, keys=None, insecure=False, checksum=False)
+    one = Attachments(
+        RUN_ID,
+        host=host_id(),
+        slot_size=64,
+        context=None,
+        keys=None,
+        insecure=False,
+        checksum=False,
+        attend=lambda: None,
+    )
     yield one
     one.close()
 

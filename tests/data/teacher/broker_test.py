@@ -380,6 +380,37 @@ def test_only_holders_of_the_right_keys_get_an_answer(directory, peers):
         assert broker.stats.keys_refused >= 1
 
 
+@pytest.mark.parametrize("wrong", ["server", "none", "client"])
+@pytest.mark.parametrize("at", ["frontend", "backend", "control", "control_pub"])
+def test_every_attempt_with_wrong_keys_is_counted(wrong, at, directory, peers):
+    keys, others = Keys.generate(), Keys.generate()
+    used = {
+        "client": Keys(keys.server_public, others.client_public, others.client_secret),
+        "server": Keys(others.server_public, keys.client_public, keys.client_secret),
+        "none": None,
+    }[wrong]
+    with Broker(directory=directory, keys=keys) as broker:
+        peers(RawStudent, broker.endpoints.frontend, keys=keys)
+        assert broker.stats.keys_refused == 0
+        peers(RawPeer, getattr(broker.endpoints, at), keys=used, kind=zmq.SUB if at == "control_pub" else zmq.DEALER)
+        until(lambda: broker.stats.keys_refused > 0)
+        assert broker.stats.students_registered == 1
+
+
+def test_failed_handshakes_are_warned_of_once_a_minute(directory, peers, caplog):
+    with caplog.at_level("WARNING"), Broker(directory=directory, keys=Keys.generate()) as broker:
+        peers(RawPeer, broker.endpoints.frontend, keys=Keys.generate())
+        until(lambda: broker.stats.keys_refused > 2)
+    [warning] = caplog.messages
+    assert f"failed the handshake, the last one at {broker.endpoints.frontend}" in warning
+
+
+def test_a_broker_without_keys_counts_no_refused_ones(broker, peers):
+    peers(RawPeer, broker.endpoints.frontend, keys=Keys.generate())
+    peers(RawStudent, broker.endpoints.frontend)
+    assert broker.stats.keys_refused == 0
+
+
 def test_an_occupied_port_is_named(directory):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -90,10 +91,34 @@ def test_the_figures_are_served_over_http_on_request(busy):
             thread.join()
 
 
+def test_an_address_that_is_served_already_is_named(busy, directory):
+    with metrics_server(("127.0.0.1", 0), lambda: busy.stats) as server:
+        status, text = mixle("stats", "--serve", f"127.0.0.1:{server.server_port}", "--directory", directory)
+    assert status == 2 and f"cannot serve at 127.0.0.1:{server.server_port}: Address already in use" in text
+
+
+def test_a_second_broker_is_told_how_to_have_a_run_of_its_own(directory):
+    with Broker(directory=directory):
+        status, text = mixle("broker", "--directory", directory)
+    assert status == 2 and f"process {os.getpid()}" in text and "--directory" in text
+
+
+def test_statistics_without_the_keys_of_the_run_say_so(directory):
+    keys = Keys.generate()
+    with Broker(directory=directory, keys=keys) as broker:
+        for wrong in (None, Keys.generate()):
+            with (
+                StatsClient(broker.endpoints.frontend, keys=wrong) as client,
+                pytest.raises(BrokerUnreachable, match=r"the handshake failed.* keys of another run\?"),
+            ):
+                client.ask(1.0)
+
+
 def test_without_a_broker_the_endpoint_is_named_by_the_deadline(directory):
     status, text = mixle("stats", "--once", "--directory", directory, "--deadline", "0.1")
     assert status == 2
-    assert "no broker answered" in text and "frontend.sock" in text and "Traceback" not in text
+    assert "frontend.sock within 0.1 s: nothing listens there" in text
+    assert "keys" not in text and "Traceback" not in text
     with StatsClient(f"ipc://{directory}/frontend.sock") as client, pytest.raises(BrokerUnreachable):
         client.ask(0.05)
 
@@ -104,8 +129,9 @@ def test_without_a_broker_the_endpoint_is_named_by_the_deadline(directory):
         (("stats", "--serve", "0.0.0.0:9000"), "must be 127.0.0.1:PORT"),
         (("stats", "--once", "--prometheus"), "give one of"),
         (("stats", "--once", "--frontend", "tcp://127.0.0.1:1"), "needs keys"),
+        (("stats", "--once", "--frontend", "tcp://*:1", "--insecure"), "* is for the broker"),
         (("broker", "--frontend", "udp://x"), "must be ipc:///absolute/path or tcp://host:port"),
-        (("broker", "--keys", "/nowhere"), "No such file"),
+        (("broker", "--keys", "/nowhere"), "make some with `mixle teacher keys /nowhere`"),
         (("worker", "--generator", "nowhere", "--slot-size", "4"), "must be package.module:function"),
         (("worker", "--generator", "no.such.module:f", "--slot-size", "4"), "No module named 'no'"),
         (("worker", "--generator", "os:nothing", "--slot-size", "4"), "must name a function"),
@@ -143,7 +169,8 @@ def test_a_function_is_found_in_the_working_directory(tmp_path, monkeypatch):
     assert import_function("my_teacher:Teacher.make")("", None) == b""
 
 
-def test_the_broker_runs_from_the_command_line_until_sigterm(directory):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_broker_runs_from_the_command_line_until_it_is_stopped(number, directory):
     command = [sys.executable, "-m", "mixle", "teacher", "broker", "--directory", str(directory)]
     process = subprocess.Popen(
         command, env=environment(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -151,9 +178,24 @@ def test_the_broker_runs_from_the_command_line_until_sigterm(directory):
     try:
         with StatsClient(f"ipc://{directory}/frontend.sock") as client:
             assert client.ask(60.0).pid == process.pid
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         out, _ = process.communicate(timeout=30)
     finally:
         process.kill()
         process.communicate()
-    assert process.returncode == 0 and "Traceback" not in out
+    assert process.returncode == 0 and "serves no more" in out and "Traceback" not in out
+
+
+def test_a_server_of_figures_ends_with_ctrl_c_and_says_so(busy, directory):
+    command = [sys.executable, "-m", "mixle", "teacher", "stats", "--serve", "127.0.0.1:0", "--directory", directory]
+    process = subprocess.Popen(
+        command, env=environment(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        assert process.stdout.readline().startswith("http://127.0.0.1:")
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0 and "serves no more" in out and "Traceback" not in out

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -154,8 +155,10 @@ def test_what_is_no_sample_fails_its_slot() -> None:
     assert "not NoneType" in str(outcomes[0].message)
 
 
-def test_a_generator_that_raises_fails_the_slot_with_the_type_and_message() -> None:
+def test_a_generator_that_raises_fails_the_slot_with_the_type_the_message_and_the_place() -> None:
     at = counting()
+    line = sys._getframe().f_lineno + 6
+    where = f" ({__file__}, line {line}, in function)"
 
     def function(model_id: str, cfg: object) -> bytes:
         value = at()
@@ -166,9 +169,9 @@ def test_a_generator_that_raises_fails_the_slot_with_the_type_and_message() -> N
     (outcomes,) = fill(Generator(function), target(new_slots(), 0, 6))
     assert outcomes == [
         Outcome(0, 1, DONE, None),
-        Outcome(1, 2, FAILED, "RuntimeError: out of memory"),
+        Outcome(1, 2, FAILED, f"RuntimeError: out of memory{where}"),
         Outcome(3, 1, DONE, None),
-        Outcome(4, 1, FAILED, "RuntimeError: other"),
+        Outcome(4, 1, FAILED, f"RuntimeError: other{where}"),
         Outcome(5, 1, DONE, None),
     ]
 

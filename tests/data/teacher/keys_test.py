@@ -32,6 +32,12 @@ def test_keys_are_not_overwritten(tmp_path):
         Keys.generate().save(tmp_path)
 
 
+def test_a_directory_without_keys_says_how_to_make_some(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"make some with `mixle teacher keys {tmp_path}`") as missing:
+        require_keys(tmp_path)
+    assert missing.value.filename == str(tmp_path / "client.json")
+
+
 def test_keys_that_others_may_read_are_refused(tmp_path):
     Keys.generate().save(tmp_path)
     (tmp_path / "client.json").chmod(0o644)

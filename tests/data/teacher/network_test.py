@@ -86,13 +86,20 @@ class Student:
         return bool(self.slots.complete(*piece[2:]).all())
 
 
+def sender_of(info: SegmentInfo, context: zmq.Context[Any], **options: Any) -> Sender:
+    keys = options.pop("keys", None)
+    layout = options.pop("layout", LAYOUT)
+    defaults = {"insecure": keys is None, "checksum": False, "attend": lambda: None}
+    return Sender(info, layout, context=context, keys=keys, **{**defaults, **options})
+
+
 @contextmanager
-def sender_to(
-    student: Student, context: zmq.Context[Any], *, keys: Keys | None = None, checksum: bool = False
-) -> Iterator[Sender]:
-    sender = Sender(student.info, student.layout, context=context, keys=keys, insecure=keys is None, checksum=checksum)
-    yield sender
-    sender.close()
+def sender_to(student: Student, context: zmq.Context[Any], **options: Any) -> Iterator[Sender]:
+    sender = sender_of(student.info, context, layout=student.layout, **options)
+    try:
+        yield sender
+    finally:
+        sender.close()
 
 
 def make(sender: Sender, piece: WorkPiece, *, values: Callable[[], int]) -> list[Outcome]:
@@ -279,7 +286,7 @@ def test_a_stranger_to_the_keys_gets_nothing_in(
         if wrong == "server":
             info = info._replace(data_key=others.server_public.encode())
         used = {"client": others, "server": keys, "none": None}[wrong]
-        sender = Sender(info, LAYOUT, context=context, keys=used, insecure=used is None, checksum=False)
+        sender = sender_of(info, context, keys=used)
         piece = student.piece(0, 1)
         (outcome,) = make(sender, piece, values=lambda: 1)
         sender.close()
@@ -300,6 +307,33 @@ def test_what_was_made_for_a_student_that_is_gone_has_failed(
         assert [outcome.outcome for outcome in sender.deliver(piece, made, Demand())] == [FAILED] * COUNT
 
 
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_student_where_nothing_listens_is_given_up_before_the_deadline(
+    reached: bool, context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mixle.data.teacher.network.SEND_DEADLINE_S", 60.0)
+    with Student() as student:
+        if not reached:
+            student.receiver.close()
+        with sender_to(student, context) as sender:
+            if reached:
+                assert make(sender, student.piece(0, 1), values=lambda: 1)[0].outcome == DONE
+                student.receiver.close()
+            outcome = Outcome(0, 0, DONE, None)
+            while outcome.outcome == DONE:  # what was sent before the end of the connection was noticed
+                (outcome,) = make(sender, student.piece(1, COUNT - 1), values=lambda: 1)
+            assert outcome.outcome == FAILED and "nothing listens there" in str(outcome.message)
+
+
+def test_a_student_that_leaves_while_it_is_waited_for_gets_nothing_more(context: zmq.Context[Any]) -> None:
+    with Student() as student:
+        student.receiver.close()
+        sender = sender_of(student.info, context, attend=lambda: sender.close())
+        pieces = [student.piece(0, 2), student.piece(2, 2)]
+        outcomes = [make(sender, piece, values=lambda: 1)[0].outcome for piece in pieces]
+    assert outcomes == [SKIPPED] * 2
+
+
 def test_a_sample_that_cannot_be_sent_is_given_up_once_it_is_not_wanted(context: zmq.Context[Any]) -> None:
     with Student() as student, sender_to(student, context) as sender:
         piece, demand = student.piece(0, 1), Demand()
@@ -314,16 +348,16 @@ def test_the_network_without_keys_is_refused_unless_it_is_asked_for(context: zmq
         with pytest.raises(ValueError, match=r"needs keys.*or insecure=True"):
             Receiver(student.slots, student.memory, "127.0.0.1", keys=None)
         with pytest.raises(ValueError, match=r"needs keys.*or insecure=True"):
-            Sender(student.info, LAYOUT, context=context, keys=None, insecure=False, checksum=False)
+            sender_of(student.info, context, insecure=False)
 
 
 def test_a_student_without_a_receiver_or_keys_is_refused_by_name(context: zmq.Context[Any]) -> None:
     with Student() as student:
         info = student.info
         with pytest.raises(ValueError, match="takes no samples over the network"):
-            Sender(info._replace(data_endpoint=None), LAYOUT, context=context, keys=None, insecure=True, checksum=False)
+            sender_of(info._replace(data_endpoint=None), context)
         with pytest.raises(ValueError, match=r"has no keys, and this worker has"):
-            Sender(info, LAYOUT, context=context, keys=Keys.generate(), insecure=False, checksum=False)
+            sender_of(info, context, keys=Keys.generate())
 
 
 def test_an_address_that_is_not_this_hosts_is_refused_and_leaves_nothing_open(context: zmq.Context[Any]) -> None:

@@ -322,7 +322,11 @@ def test_keys_admit_a_peer_that_has_them(addresses: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "why"),
-    [("client", "refuses this client's key"), ("server", "keys"), ("none", "keys")],
+    [
+        ("client", "refuses this client's key"),
+        ("server", "or are these the keys of another run?"),
+        ("none", "does one side use keys and the other not"),
+    ],
 )
 def test_wrong_keys_are_refused_and_named(wrong: str, why: str, addresses: tuple[str, str]) -> None:
     keys, others = Keys.generate(), Keys.generate()

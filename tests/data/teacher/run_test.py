@@ -107,6 +107,14 @@ def test_tcp_is_accepted_with_keys_or_on_the_callers_word():
     assert require_endpoint("ipc:///" + "x" * 106, "backend", keyed=False, insecure=False)
 
 
+@pytest.mark.parametrize("value", ["tcp://*:7000", "tcp://127.0.0.1:*"])
+def test_only_the_broker_leaves_its_address_to_the_system(value, directory):
+    for given in ({"keyed": True, "insecure": False}, {"keyed": False, "insecure": False}):
+        with pytest.raises(ValueError, match=re.escape(f"frontend_endpoint={value!r}: * is for the broker")):
+            require_endpoint(value, "frontend", **given)
+    assert Endpoints.of(value, directory=directory, keyed=True, insecure=False).frontend == value
+
+
 def test_endpoints_must_differ(directory):
     with pytest.raises(ValueError, match="the four endpoints must differ"):
         Endpoints.of("ipc:///a", "ipc:///a", directory=directory, keyed=False, insecure=False)
@@ -156,7 +164,10 @@ def test_a_damaged_file_of_a_run_is_replaced(directory):
 def test_one_process_holds_an_endpoint_and_is_named_to_the_next(directory):
     mixed = Endpoints.of(f"ipc://{directory}/other", directory=directory, keyed=False, insecure=False)
     with held_run(endpoints(directory), directory):
-        with pytest.raises(BrokerRunning, match=f"process {os.getpid()}") as refused, held_run(mixed, directory):
+        with (
+            pytest.raises(BrokerRunning, match=f"process {os.getpid()}.*--directory") as refused,
+            held_run(mixed, directory),
+        ):
             pass
         assert refused.value.pid == os.getpid()
     with held_run(mixed, directory):

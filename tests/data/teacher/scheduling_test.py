@@ -364,12 +364,19 @@ def test_a_switch_drops_what_is_queued_and_what_comes_of_the_older_generation():
     [dropped] = told(scheduler.take(0.0), asking)
     assert dropped.pieces == ((orders[0].order_id, 0, 1),)
     assert scheduler.counts.stale == 3 and asking.occupied == 0
+    assert scheduler.counts.requeued == 0  # nothing was lost
 
 
-def test_an_order_of_a_generation_to_come_is_refused():
-    asking = student()
-    scheduler = scheduler_with(asking)
-    assert "generation 7" in scheduler.request(asking, [order(0, generation=7)], 0.0)
+def test_an_order_of_a_generation_that_the_broker_has_not_heard_of_is_dropped_until_it_has():
+    asking, working = student(), worker()
+    scheduler = scheduler_with(asking, working)
+    early = order(0, generation=7)
+    assert scheduler.request(asking, [early], 0.0) is None
+    [dropped] = told(scheduler.take(0.0), asking)
+    assert dropped.pieces == ((early.order_id, 0, 1),) and asking.occupied == 0
+    scheduler.switch(model(7))
+    scheduler.request(asking, [order(0, generation=7)], 0.0)
+    assert slots_of(given_to(scheduler.take(0.0), working)) == [0]
 
 
 def test_a_cancelled_order_is_dropped_and_not_tried_again():

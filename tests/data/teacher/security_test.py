@@ -104,6 +104,18 @@ def test_a_wrong_key_gets_no_sample_and_the_right_one_does():
         assert broker.stats.keys_refused > 0 and broker.stats.students_registered == 0
 
 
+def test_the_part_that_connects_needs_an_address(run):
+    any_address = "tcp://*:5555"
+    for make in (
+        lambda: Worker(lambda model_id, cfg: b"", 64, any_address, insecure=True),
+        lambda: StudentClient(0, 2, CONFIG, any_address, insecure=True),
+        lambda: StudentClient(0, 2, CONFIG, run.frontend, any_address, insecure=True),
+        lambda: StudentClient(0, 2, CONFIG, run.frontend, run.control, any_address, insecure=True),
+    ):
+        with pytest.raises(ValueError, match=r"\* is for the broker, which listens; give its address"):
+            make()
+
+
 @pytest.mark.parametrize(
     "segment",
     ["/../../etc/passwd", "/etc/passwd", "/mx0123abcd-1-12345/../x", "..", "/mx{run}-{pid}-..", "/mx{run}-{pid}-../x"],

@@ -324,6 +324,9 @@ def test_the_segment_of_a_dead_student_is_unmapped_without_a_word(addresses: tup
             assert mapped(name)
             process.kill()
         broker.pump_until(lambda: not mapped(name))
+        broker.send(sender, work(WorkPiece(b"u" * 16, 1, 0, 1, 5, 1)))  # the broker does not know it yet
+        _, done = broker.expect(messages.Done)
+        assert done.pieces[0].outcome == SKIPPED
     Path("/dev/shm", name.lstrip("/")).unlink(missing_ok=True)
 
 

@@ -4,8 +4,9 @@ Three workers, a leader that takes batches and switches the model, a follower th
 DistillDataLoader of two workers. One of these, the broker or a loader worker dies by SIGKILL every ``--every`` seconds
 and comes again. Every sample must be whole, new, and not older than what its reader knew; nothing may stay in /dev/shm.
 
-Printed: how long each fault kept each student that outlived it waiting, counted from when the broker is up again if it
-was the broker. Samples that come later than ``--within`` seconds after a fault are a failure.
+Printed: how long each fault kept each student waiting that outlived it, and was not still starting when it struck,
+counted from when the broker is up again if it was the broker. Samples that come later than ``--within`` seconds after a
+fault are a failure.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ class Ledger:
     def _follow(self, name: str, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("#"):
-                self.notes[name, line[2:50]] += 1
-            if line == "up\n" or line.startswith("#"):
+            line, mark, note = line.partition("#")  # the trainer's notes may come in the middle of a line
+            if mark:
+                self.notes[name, note.strip()] += 1
+            if mark or line == "up\n":
                 continue
             words = line.split()
             if len(words) != 4 or not line.endswith("\n"):
@@ -145,12 +147,15 @@ class Soak:
 
 
 def waits(soak: Soak, until_s: float) -> list[tuple[float, str, str]]:
-    """Return (seconds, fault, student) for every student that outlived a fault."""
+    """Return (seconds, fault, student) for every student that outlived a fault, and had samples before it."""
     ends = [struck for struck, *_ in soak.done[1:]] + [until_s]
     found = []
-    for (_, what, began, victim), end in zip(soak.done, ends, strict=True):
+    died = dict.fromkeys(soak.students, 0.0)
+    for (struck, what, began, victim), end in zip(soak.done, ends, strict=True):
+        if victim is not None:
+            died[victim] = struck
         for name in soak.students:
-            if name != victim:
+            if name != victim and soak.ledger.gap(name, died[name], struck) is not None:
                 gap = soak.ledger.gap(name, began, end)
                 found.append((end - began if gap is None else gap, what, name))
     return found
