@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from mixle.data.teacher import messages, wire
 from mixle.data.teacher.cleanup import tidy
+from mixle.data.teacher.handshakes import FailedHandshakes
 from mixle.data.teacher.keys import Admission, Keys, require_keys
 from mixle.data.teacher.process_watch import ProcessWatch
 from mixle.data.teacher.routing import Channel, OnEvent, Routing
@@ -115,7 +116,7 @@ class Broker:
         self._final: BrokerStats | None = None
 
     def run(self) -> None:
-        """Serve until :meth:`stop`, a STOP message, or (in the main thread) SIGTERM.
+        """Serve until :meth:`stop`, a STOP message, or (in the main thread) SIGTERM or Ctrl-C.
 
         Raises:
             BrokerRunning: an endpoint has a broker already.
@@ -123,7 +124,7 @@ class Broker:
             OSError: an endpoint cannot be bound.
         """
         self._open()
-        self._serve(handle_sigterm=threading.current_thread() is threading.main_thread())
+        self._serve(handle_signals=threading.current_thread() is threading.main_thread())
 
     def start(self) -> Self:
         """Serve in a thread of its own, and return when the endpoints are bound; raises as :meth:`run`."""
@@ -190,21 +191,23 @@ class Broker:
             )
             self.endpoints = self._service.endpoints
 
-    def _serve(self, *, handle_sigterm: bool = False) -> None:
+    def _serve(self, *, handle_signals: bool = False) -> None:
         service = self._service
         assert service is not None
 
         def terminate(signum: int, frame: FrameType | None) -> None:
             service.stop()
 
-        handle = handle_sigterm and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        if handle:
-            signal.signal(signal.SIGTERM, terminate)
+        ours = {}
+        if handle_signals:
+            for kind, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+                if signal.getsignal(kind) is default:
+                    ours[kind] = signal.signal(kind, terminate)
         try:
             service.serve()
         finally:
-            if handle:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for kind, before in ours.items():
+                signal.signal(kind, before)
             self._final = service.stats()
             self._service = None
             service.close()
@@ -232,6 +235,7 @@ class _Service:
         self._lock = threading.Lock()
         self._stopping = False
         self._admission: Admission | None = None
+        self._handshakes = FailedHandshakes()
         self._sockets: dict[Channel, Any] = {}
         self._cleanup = ExitStack()
         with ExitStack() as stack:
@@ -272,12 +276,14 @@ class _Service:
                 on_event=on_event,
             )
             self._cleanup = stack.pop_all()
+        self._run_id = run.run_id
         logger.info("run %s serves at %s", run.run_id, ", ".join(self.endpoints))
 
     def stats(self) -> BrokerStats:
         """Return the figures; from any thread."""
         with self._lock:
-            self._routing.keys_refused = 0 if self._admission is None else self._admission.refused
+            unadmitted = 0 if self._admission is None else self._admission.refused
+            self._routing.keys_refused = unadmitted + self._handshakes.count
             return self._routing.stats(time.monotonic())
 
     def stop(self) -> None:
@@ -296,6 +302,8 @@ class _Service:
                 poller.register(source, zmq.POLLIN)
         if self._admission is not None:
             poller.register(self._admission.socket, zmq.POLLIN)
+        for monitor in self._handshakes.monitors:
+            poller.register(monitor, zmq.POLLIN)
         tick_at = time.monotonic()
         while not self._stopping and not self._routing.stopping:
             wait_s = min(tick_at, self._routing.scheduler.next_due()) - time.monotonic()
@@ -316,6 +324,8 @@ class _Service:
                         self._bury(ask=False)
                     elif self._admission is not None and source is self._admission.socket:
                         self._admission.handle()
+                    elif source in self._handshakes.monitors:
+                        self._handshakes.read(source)
                 if now >= tick_at:
                     tick_at = now + self._heartbeat_s
                     self._bury(ask=True)
@@ -328,6 +338,7 @@ class _Service:
         """Close the sockets and let go of the endpoints."""
         with self._lock:
             self._cleanup.close()
+        logger.info("run %s serves no more", self._run_id)
 
     def _drain(self, channel: Channel, socket: Any) -> None:
         handle = self._routing.handle
@@ -394,6 +405,8 @@ class _Service:
             socket.heartbeat_ivl, socket.heartbeat_timeout = 2_000, 10_000
         if keys is not None:
             keys.secure_server(socket)
+            self._handshakes.watch(context, socket)
+            stack.callback(self._handshakes.forget, socket)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:

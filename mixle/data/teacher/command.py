@@ -7,7 +7,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -147,11 +147,13 @@ def stats(
             elif once:
                 print_table(client.ask(deadline))
             elif address is not None:
-                with metrics_server(address, lambda: client.ask(deadline)) as server:
+                with metrics_server(address, lambda: client.ask(deadline)) as server, suppress(KeyboardInterrupt):
                     typer.echo(f"http://{address[0]}:{server.server_port}/metrics")
                     server.serve_forever()
+                typer.echo("serves no more", err=True)
             else:
                 watch(lambda: client.ask(deadline), interval)
+                typer.echo("watches no more; the run goes on", err=True)
 
 
 @teacher.command("keys")

@@ -8,6 +8,7 @@ import weakref
 
 from mixle.data.teacher.errors import BrokerUnreachable, NoWorker, TeacherError
 from mixle.data.teacher.fence import Fence
+from mixle.data.teacher.peer import unreachable
 from mixle.data.teacher.session import OnEvent, Session
 from mixle.data.teacher.station import Station
 from mixle.data.teacher.stats import SERVING, BrokerStats
@@ -131,7 +132,7 @@ class Desk:
     def _explain(self, session: Session | None, missing: BrokerUnreachable | None) -> None:
         """Say why nothing came for ``deadline_s``; return if it may still come."""
         if missing is not None:
-            raise BrokerUnreachable(f"{missing} (tried for {self.deadline_s:g} s in all)") from missing
+            raise unreachable(self.station.frontend, self.deadline_s, missing.why) from missing
         if session is None or session.spent:
             return
         if session.all_held:

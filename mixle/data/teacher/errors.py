@@ -17,7 +17,11 @@ class VersionMismatch(ProtocolError):
 
 
 class BrokerUnreachable(TeacherError):
-    """No broker answered before the deadline."""
+    """No broker answered before the deadline; ``why`` is what is known of the reason."""
+
+    def __init__(self, message: str, why: str = "") -> None:
+        super().__init__(message)
+        self.why = why
 
 
 class BrokerRunning(TeacherError):

@@ -5,6 +5,7 @@ A directory holds both. Copy ``client.json``, which has no secret of the broker,
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -51,7 +52,7 @@ class Keys:
         """Return the keys in ``directory``, without the broker's secret where only ``client.json`` is there.
 
         Raises:
-            FileNotFoundError: there are none.
+            FileNotFoundError: there are none; says how to make some.
             PermissionError: others may read them.
             ValueError: a file does not hold keys.
         """
@@ -170,7 +171,12 @@ def _write(path: Path, content: dict[str, str]) -> None:
 
 
 def _read(path: Path, names: tuple[str, ...]) -> dict[str, str]:
-    with open(path, encoding="utf-8") as file:
+    try:
+        opened = open(path, encoding="utf-8")  # noqa: SIM115  (closed below)
+    except FileNotFoundError:
+        made = f"make some with `mixle teacher keys {path.parent}`, or copy {CLIENT_FILE} from the broker's machine"
+        raise FileNotFoundError(errno.ENOENT, f"there are no keys; {made}", str(path)) from None
+    with opened as file:
         found = os.fstat(file.fileno())
         if found.st_mode & 0o077:
             raise PermissionError(f"{path} has mode {stat.S_IMODE(found.st_mode):04o}; others may read it: chmod 600")

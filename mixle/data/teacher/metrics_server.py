@@ -16,7 +16,11 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @contextmanager
 def metrics_server(address: tuple[str, int], ask: Callable[[], BrokerStats]) -> Iterator[ThreadingHTTPServer]:
-    """Yield an HTTP server of ``/metrics`` that asks anew for each request; the caller runs it."""
+    """Yield an HTTP server of ``/metrics`` that asks anew for each request; the caller runs it.
+
+    Raises:
+        OSError: it cannot listen there; names the address.
+    """
     one_at_a_time = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -39,7 +43,10 @@ def metrics_server(address: tuple[str, int], ask: Callable[[], BrokerStats]) -> 
         def log_message(self, format: str, *args: Any) -> None:
             """Keep the terminal clear."""
 
-    server = ThreadingHTTPServer(address, Handler)
+    try:
+        server = ThreadingHTTPServer(address, Handler)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot serve at {address[0]}:{address[1]}: {error.strerror}") from None
     try:
         yield server
     finally:

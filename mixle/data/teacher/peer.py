@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
 import threading
 import time
 from collections import deque
@@ -30,11 +29,12 @@ from mixle.data.teacher.errors import (
     TeacherError,
     VersionMismatch,
 )
+from mixle.data.teacher.handshakes import Connection
 from mixle.data.teacher.keys import Keys
 from mixle.data.teacher.messages import NO_MODEL, ModelState
 from mixle.utils.optional_import import optional_import
 
-__all__ = ["Peer", "ask", "refusal"]
+__all__ = ["Peer", "ask", "refusal", "unreachable"]
 
 logger = logging.getLogger(__name__)
 
@@ -85,20 +85,12 @@ class Peer:
         self._model_lock = threading.Lock()
         self._inbox: deque[messages.Message] = deque()
         self._due = self._awaiting = self._closed = False
-        self._connected, self._trouble = False, ""
         self._seen_at = self._welcomed_at = float("-inf")
         self._alarm, self._beat_alarm = _Alarm(), _Alarm()
         zmq = self._zmq
         self.context = zmq.Context()
         self._socket = self._dealer(keys)
-        monitored = (
-            zmq.EVENT_HANDSHAKE_SUCCEEDED
-            | zmq.EVENT_DISCONNECTED
-            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        )
-        self._monitor = self._socket.get_monitor_socket(monitored)
+        self._connection = Connection(self._socket)
         self._beats = self._dealer(keys)
         self._news: Any = None
         if control_pub_endpoint is not None:
@@ -132,7 +124,7 @@ class Peer:
     @property
     def registered(self) -> bool:
         """Whether the broker that is connected now has answered the registration."""
-        return self.welcome is not None and self._connected and not self._due and not self._awaiting
+        return self.welcome is not None and self._connection.connected and not self._due and not self._awaiting
 
     @property
     def silent_s(self) -> float:
@@ -141,13 +133,7 @@ class Peer:
 
     def unreachable(self, deadline_s: float) -> BrokerUnreachable:
         """Return the error that says what is known about a broker that did not answer within ``deadline_s``."""
-        if self._connected:
-            why = "something listens there, but does not answer as a broker does"
-        elif self._trouble:
-            why = self._trouble
-        else:
-            why = "nothing listens there; is the broker running, and is this its endpoint?"
-        return BrokerUnreachable(f"no broker answered at {self.endpoint} within {deadline_s:g} s: {why}")
+        return unreachable(self.endpoint, deadline_s, self._connection.why_silent())
 
     def receive(self, timeout_s: float) -> messages.Message | None:
         """Return the next message, or None when ``timeout_s`` have passed, or at once when woken.
@@ -206,12 +192,11 @@ class Peer:
         with self._lock:
             if farewell is not None and self.registered:
                 self._put(self._socket, farewell)
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
+            self._connection.close()
             self._beats.close(linger=0)
             if self._news is not None:
                 self._news.close(linger=0)
-            self._socket.close(linger=int(LINGER_S * 1000) if self._connected else 0)
+            self._socket.close(linger=int(LINGER_S * 1000) if self._connection.connected else 0)
             self.context.term()
             self._alarm.close()
             self._beat_alarm.close()
@@ -272,7 +257,7 @@ class Peer:
 
     def _next(self) -> messages.Message | None:
         """Return the next message for the owner; registers first if that is due. The lock is held."""
-        if self._due and self._connected:
+        if self._due and self._connection.connected:
             self._register()
         if self._inbox:
             return self._inbox.popleft()
@@ -318,7 +303,7 @@ class Peer:
         """Beat, hear of newer models, and register at each new connection, until closed."""
         zmq = self._zmq
         poller = zmq.Poller()
-        for source in (self._beats, self._monitor, self._news, self._beat_alarm.fd):
+        for source in (self._beats, self._connection.monitor, self._news, self._beat_alarm.fd):
             if source is not None:
                 poller.register(source, zmq.POLLIN)
         beat_at = time.monotonic()
@@ -328,8 +313,8 @@ class Peer:
                 beat_at = now + self._beat()
             wait_s = max(0.0, beat_at - now)
             ready = dict(poller.poll(1000 * (min(wait_s, RETRY_S) if self._registering else wait_s)))
-            if self._monitor in ready:
-                self._see_connection()
+            if self._connection.monitor in ready and self._connection.read():
+                self._due = True
             if self._beats in ready:
                 self._see_answer()
             if self._news in ready:
@@ -339,7 +324,7 @@ class Peer:
 
     @property
     def _registering(self) -> bool:
-        return self._connected and (self._due or self._awaiting)
+        return self._connection.connected and (self._due or self._awaiting)
 
     def _register_for_owner(self) -> None:
         if not self._lock.acquire(blocking=False):
@@ -359,25 +344,6 @@ class Peer:
         if self.registered:
             self._put(self._beats, messages.Beat(session=self.welcome.session))
         return self.welcome.heartbeat_s
-
-    def _see_connection(self) -> None:
-        zmq = self._zmq
-        while True:
-            try:
-                event, value = struct.unpack("=hi", self._monitor.recv_multipart(zmq.NOBLOCK)[0])
-            except zmq.Again:
-                return
-            event &= 0xFFFF
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._connected, self._due, self._trouble = True, True, ""
-            elif event == zmq.EVENT_DISCONNECTED:
-                if not self._connected and not self._trouble:
-                    self._trouble = "it closed the connection before the handshake was done; are the keys its own?"
-                self._connected, self._due = False, True
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._trouble = f"it refuses this client's key (ZAP status {value})"
-            else:
-                self._trouble = "the handshake failed; does one side use keys and the other not?"
 
     def _see_answer(self) -> None:
         while True:
@@ -435,6 +401,11 @@ def ask(endpoint: str, *, keys: Keys | None = None, deadline_s: float) -> messag
                 case messages.Error() as error:
                     raise refusal(error, endpoint)
         raise peer.unreachable(deadline_s)
+
+
+def unreachable(endpoint: str, within_s: float, why: str) -> BrokerUnreachable:
+    """Return the error of a broker at ``endpoint`` that did not answer, with what is known of it."""
+    return BrokerUnreachable(f"no broker answered at {endpoint} within {float(f'{within_s:.3g}'):g} s: {why}", why)
 
 
 def refusal(error: messages.Error, endpoint: str) -> TeacherError:

@@ -184,7 +184,7 @@ class Endpoints:
         """Return the addresses, checked; None stands for the socket of that name in :func:`teacher_directory`."""
         given = {"frontend": frontend, "backend": backend, "control": control, "control_pub": control_pub}
         checked = {
-            name: require_endpoint(value, name, directory=directory, keyed=keyed, insecure=insecure)
+            name: require_endpoint(value, name, directory=directory, keyed=keyed, insecure=insecure, listens=True)
             for name, value in given.items()
         }
         fixed = [value for value in checked.values() if not value.endswith(":*")]
@@ -203,6 +203,7 @@ def require_endpoint(
     directory: str | os.PathLike[str] | None = None,
     keyed: bool,
     insecure: bool,
+    listens: bool = False,
 ) -> str:
     """Return an ``ipc://`` or ``tcp://`` address; None stands for the socket ``name`` in :func:`teacher_directory`.
 
@@ -210,6 +211,7 @@ def require_endpoint(
         name: ``"frontend"``, ``"backend"``, ``"control"`` or ``"control_pub"``.
         keyed: keys were given.
         insecure: the caller accepts TCP without keys.
+        listens: it is the broker's own, who may leave host and port to the system with ``*``.
 
     Raises:
         TypeError: it is no string.
@@ -234,6 +236,10 @@ def require_endpoint(
     match = _TCP.fullmatch(value)
     if match is None or (match["port"] != "*" and not 0 < int(match["port"]) < 65536):
         raise ValueError(f"{argument}={value!r} must be ipc:///absolute/path or tcp://host:port")
+    if not listens and "*" in match.groups():
+        raise ValueError(
+            f"{argument}={value!r}: * is for the broker, which listens; give its address and port to connect to"
+        )
     if not keyed and not insecure:
         raise ValueError(
             f"{argument}={value!r} is TCP, which needs keys: make some with `mixle teacher keys` and give keys=, "
@@ -319,7 +325,7 @@ def _held(path: Path, endpoint: str) -> Iterator[None]:
             raise BrokerRunning(
                 f"{endpoint} has a broker already"
                 + (f": process {pid}" if pid else "")
-                + "; stop it, or give another endpoint",
+                + "; stop it, or give this run a directory of its own (directory=, --directory) or other endpoints",
                 pid,
             ) from None
         if _is_at(descriptor, path):  # else its last holder deleted it between our open and our lock

@@ -160,7 +160,7 @@ _METRICS = {
     "garbage_backend": ("counter", "Malformed messages at the backend."),
     "garbage_control": ("counter", "Malformed messages at the control socket."),
     "strangers": ("counter", "Messages of peers that are not registered."),
-    "keys_refused": ("counter", "Connections with keys that are not admitted."),
+    "keys_refused": ("counter", "Connections refused for their keys: those of others, or none."),
     "undeliverable": ("counter", "Messages whose receiver was gone or read nothing."),
     "internal_errors": ("counter", "Messages whose handling failed."),
 }

@@ -7,8 +7,9 @@ from types import TracebackType
 from typing import Self
 
 from mixle.data.teacher import messages
-from mixle.data.teacher.errors import BrokerUnreachable
+from mixle.data.teacher.handshakes import Connection
 from mixle.data.teacher.keys import Keys
+from mixle.data.teacher.peer import unreachable
 from mixle.data.teacher.stats import BrokerStats
 from mixle.utils.optional_import import optional_import
 
@@ -25,29 +26,31 @@ class StatsClient:
         self._socket.maxmsgsize = messages.MAX_MESSAGE_BYTES
         if keys is not None:
             keys.secure_client(self._socket)
+        self._connection = Connection(self._socket)
         self._socket.connect(frontend_endpoint)
 
     def ask(self, deadline_s: float = 5.0) -> BrokerStats:
         """Return the figures of now.
 
         Raises:
-            BrokerUnreachable: none came within ``deadline_s``.
+            BrokerUnreachable: none came within ``deadline_s``; says why, as far as it can be known.
         """
         deadline = time.monotonic() + deadline_s
         while self._socket.poll(0):  # what came too late the last time
             self._socket.recv_multipart()
+        self._connection.read()
         self._socket.send_multipart(messages.frames(messages.Stats()), self._zmq.NOBLOCK)
         while (left := deadline - time.monotonic()) > 0:
             if self._socket.poll(left * 1000):
                 match messages.parse(*self._socket.recv_multipart()):
                     case messages.StatsReply() as reply:
                         return BrokerStats.unpack(reply.stats)
-        raise BrokerUnreachable(
-            f"no broker answered at {self._endpoint} within {deadline_s:g} s; is it running, and are the keys its own?"
-        )
+        self._connection.read()
+        raise unreachable(self._endpoint, deadline_s, self._connection.why_silent())
 
     def close(self) -> None:
         """Close the connection."""
+        self._connection.close()
         self._socket.close()
         self._context.term()
 

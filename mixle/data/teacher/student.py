@@ -264,8 +264,11 @@ class StudentClient:
                     session.hear(min(left, session.welcome.heartbeat_s))
                 case messages.Error() as error:
                     raise refusal(error, self._control)
+        hint = ""
+        if self._control.startswith("ipc://") and self._station.frontend.startswith("tcp://"):
+            hint = f" (control_endpoint is a socket of this host, and the broker is at {self._station.frontend})"
         raise BrokerUnreachable(
-            f"the broker did not answer at {self._control} within {self._deadline_s:g} s; "
+            f"the broker did not answer at {self._control}{hint} within {self._deadline_s:g} s; "
             f"it may or may not have switched to model {model_id!r}"
         )
 

@@ -392,15 +392,15 @@ def test_every_attempt_with_wrong_keys_is_counted(wrong, at, directory, peers):
     with Broker(directory=directory, keys=keys) as broker:
         peers(RawStudent, broker.endpoints.frontend, keys=keys)
         assert broker.stats.keys_refused == 0
-        peers(RawPeer, getattr(broker.endpoints, at), keys=used, kind=zmq.SUB if at == "control_pub" else zmq.DEALER)
-        until(lambda: broker.stats.keys_refused > 0)
+        peers(RawPeer, getattr(broker.endpoints, at), used, zmq.SUB if at == "control_pub" else zmq.DEALER)
+        until(lambda: broker.stats.keys_refused > 0, "a count of the refused")
         assert broker.stats.students_registered == 1
 
 
 def test_failed_handshakes_are_warned_of_once_a_minute(directory, peers, caplog):
     with caplog.at_level("WARNING"), Broker(directory=directory, keys=Keys.generate()) as broker:
         peers(RawPeer, broker.endpoints.frontend, keys=Keys.generate())
-        until(lambda: broker.stats.keys_refused > 2)
+        until(lambda: broker.stats.keys_refused > 2, "a count of the refused")
     [warning] = caplog.messages
     assert f"failed the handshake, the last one at {broker.endpoints.frontend}" in warning
 
