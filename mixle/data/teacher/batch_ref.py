@@ -78,7 +78,10 @@ class _Ref:
 
 
 class SampleRef(_Ref):
-    """One sample in its slot; ``slot_id`` and ``generation`` say which and of what model."""
+    """One sample in its slot; ``slot_id`` and ``generation`` say which and of what model.
+
+    The slot is held until :meth:`release`, or the end of a ``with`` block, also when the reference is dropped.
+    """
 
     __slots__ = ()
 
@@ -95,7 +98,10 @@ class SampleRef(_Ref):
 
 
 class BatchRef(_Ref):
-    """Samples in ``size`` neighbouring slots, all of one ``generation``; tensors are ``(size, *shape)``."""
+    """Samples in ``size`` neighbouring slots, all of one ``generation``; tensors are ``(size, *shape)``.
+
+    The slots are held until :meth:`release`, or the end of a ``with`` block, also when the reference is dropped.
+    """
 
     __slots__ = ("size",)
 

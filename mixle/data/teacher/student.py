@@ -162,7 +162,7 @@ class StudentClient:
 
         Args:
             model_id: at most 1,024 bytes in UTF-8.
-            model_cfg: what the generators need to know, at most 64 KiB of what msgpack has.
+            model_cfg: what the generators need to know, at most 64 KiB of what msgpack has, so no numpy scalars.
 
         Raises:
             LeaderRefused: this is not rank 0, or another client leads.

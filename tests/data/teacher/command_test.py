@@ -25,6 +25,11 @@ from mixle.data.teacher.metrics_server import metrics_server
 from mixle.data.teacher.stats_client import StatsClient
 
 ROOT = Path(__file__).parents[3]
+MIXLE = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background it is ignored
+runpy.run_module("mixle", run_name="__main__")
+"""
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
 
 
@@ -171,7 +176,7 @@ def test_a_function_is_found_in_the_working_directory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_broker_runs_from_the_command_line_until_it_is_stopped(number, directory):
-    command = [sys.executable, "-m", "mixle", "teacher", "broker", "--directory", str(directory)]
+    command = [sys.executable, "-c", MIXLE, "teacher", "broker", "--directory", str(directory)]
     process = subprocess.Popen(
         command, env=environment(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -187,7 +192,7 @@ def test_the_broker_runs_from_the_command_line_until_it_is_stopped(number, direc
 
 
 def test_a_server_of_figures_ends_with_ctrl_c_and_says_so(busy, directory):
-    command = [sys.executable, "-m", "mixle", "teacher", "stats", "--serve", "127.0.0.1:0", "--directory", directory]
+    command = [sys.executable, "-c", MIXLE, "teacher", "stats", "--serve", "127.0.0.1:0", "--directory", directory]
     process = subprocess.Popen(
         command, env=environment(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
