@@ -80,7 +80,7 @@ class _Ref:
 class SampleRef(_Ref):
     """One sample in its slot; ``slot_id`` and ``generation`` say which and of what model.
 
-    The slot is held until :meth:`release`, or the end of a ``with`` block, also when the reference is dropped.
+    The slot is held until ``release()``, or the end of a ``with`` block, also when the reference is dropped.
     """
 
     __slots__ = ()
@@ -100,7 +100,7 @@ class SampleRef(_Ref):
 class BatchRef(_Ref):
     """Samples in ``size`` neighbouring slots, all of one ``generation``; tensors are ``(size, *shape)``.
 
-    The slots are held until :meth:`release`, or the end of a ``with`` block, also when the reference is dropped.
+    The slots are held until ``release()``, or the end of a ``with`` block, also when the reference is dropped.
     """
 
     __slots__ = ("size",)
