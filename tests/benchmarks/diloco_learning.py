@@ -194,6 +194,7 @@ def draw(curves: list[Curve], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "mixle", "svg.fonttype": "none"})
     from matplotlib import pyplot
 
     figure, (by_tokens, by_bytes) = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
