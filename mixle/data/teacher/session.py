@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 WATCH_S = 0.002
 GATHER_S = 0.002
+ORDER_S = 0.001  # that a free slot waits at most for others to be ordered with
 TICK_S = 0.1
 BEHIND_S = 0.05
 TRIES = 3  # to have one slot filled over the network
@@ -67,6 +68,7 @@ class Session:
         self._orders: Orders | None = None
         self._generation = 0
         self._released = 0
+        self._placed_at = 0.0
         self._hold_until = 0.0
         self._stats: bytes | None = None
         self._receiver: Receiver | None = None
@@ -162,7 +164,7 @@ class Session:
             raise ValueError(f"slot_id={first} is not held; release what was handed out, once")
         self._orders.release(first)
         self._released += self._orders.size
-        if self._released * 4 >= self._orders.usable and not self.spent:
+        if not self.spent and (self._released * 4 >= self._orders.usable or self._is_due()):
             self.hear(0.0)
             self._place()
 
@@ -228,10 +230,16 @@ class Session:
         if self.peer.welcome is not self.welcome or time.monotonic() < self._hold_until:
             return  # registered anew: what is outstanding goes first
         free = orders.free
-        if not free or (free < at_least and orders.outstanding):
+        if not free or (free < at_least and orders.outstanding and not self._is_due()):
             return
         self._released = 0
+        self._placed_at = time.monotonic()
         self._send(self._placed(), resent=False)
+
+    def _is_due(self) -> bool:
+        """Whether what is free has waited long enough for more, of a reader that waits for the teachers."""
+        assert self._orders is not None
+        return not self._orders.ready and time.monotonic() - self._placed_at > ORDER_S
 
     def _placed(self) -> list[Order]:
         assert self._orders is not None
