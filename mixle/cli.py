@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import signal
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mixle.utils.optional_import import optional_import
@@ -17,8 +18,11 @@ PLAN_COMMAND = "mixle.experimental.tensor_pipeline_context_parallel.command"  # 
 TEACHER_MODULES = ("zmq", "msgpack")
 
 
-def build_app() -> typer.Typer:
+def build_app(only: str | None = None) -> typer.Typer:
     """Return the command line.
+
+    Args:
+        only: the subcommand that will be called, so that nothing is loaded for the others; None for all.
 
     Raises:
         ImportError: the ``cli`` extra is not installed.
@@ -28,9 +32,6 @@ def build_app() -> typer.Typer:
             optional_import(module, extra="cli")
     import typer
 
-    from mixle.diloco.command import diloco
-    from mixle.lm.command import lm
-
     app = typer.Typer(
         no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
     )
@@ -39,16 +40,35 @@ def build_app() -> typer.Typer:
     def root() -> None:
         """Statistical modelling in one verb: the estimator says what is fitted, the data handle says where and how."""
 
+    for name, add in SUBCOMMANDS.items():
+        if only in (None, name):
+            add(app)
+    return app
+
+
+def _add_lm(app: typer.Typer) -> None:
+    from mixle.lm.command import lm
+
     app.command("lm")(lm)
+
+
+def _add_plan(app: typer.Typer) -> None:
     app.command("plan")(importlib.import_module(PLAN_COMMAND).plan)
+
+
+def _add_diloco(app: typer.Typer) -> None:
+    from mixle.diloco.command import diloco
+
     app.add_typer(diloco, name="diloco")
+
+
+def _add_teacher(app: typer.Typer) -> None:
     if all(importlib.util.find_spec(module) for module in TEACHER_MODULES):
         from mixle.data.teacher.command import teacher
 
         app.add_typer(teacher, name="teacher")
     else:
         app.command("teacher", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(_no_teacher)
-    return app
 
 
 def _no_teacher() -> None:
@@ -57,10 +77,18 @@ def _no_teacher() -> None:
         optional_import(module, extra="teacher")
 
 
+SUBCOMMANDS: dict[str, Callable[[typer.Typer], None]] = {
+    "lm": _add_lm,
+    "plan": _add_plan,
+    "diloco": _add_diloco,
+    "teacher": _add_teacher,
+}
+
+
 def main() -> None:
     """Run the command line on ``sys.argv`` and exit with its status."""
     try:
-        build_app()()
+        build_app(sys.argv[1] if sys.argv[1:2] and sys.argv[1] in SUBCOMMANDS else None)()
     except ImportError as error:
         sys.exit(f"mixle: {error}")
     except KeyboardInterrupt:

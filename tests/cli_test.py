@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mixle.cli import build_app
+from mixle.cli import SUBCOMMANDS, build_app
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--d-model", "16", "--layers", "1", "--heads", "2", "--block", "32", "--batch-size", "4"]
@@ -55,6 +55,12 @@ def test_help_names_the_job():
     code, output = invoke("--help")
     assert code == 0
     assert "lm" in output and "language model" in output
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_a_subcommand_alone_is_the_same_as_among_all(name):
+    alone, among = (CliRunner().invoke(build_app(only), [name, "--help"], env=WIDE).output for only in (name, None))
+    assert alone == among and "Usage" in alone
 
 
 def test_help_of_the_job_explains_every_option():

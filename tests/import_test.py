@@ -52,6 +52,22 @@ def test_importing_loads_nothing_that_is_optional_or_slow(module):
     assert modules_loaded_by(f"import {module}") & HEAVY == set()
 
 
+def test_a_broker_holds_no_numpy():
+    command = "from mixle.cli import build_app; build_app('teacher')"
+    for statement in ("import mixle", "import mixle.data.teacher.broker", command):
+        assert "numpy" not in modules_loaded_by(statement)
+
+
+def test_the_names_of_the_package_are_those_of_their_modules():
+    import mixle
+
+    for name in mixle.__all__:
+        assert getattr(mixle, name) is vars(mixle)[name]
+    assert set(mixle.__all__) <= set(dir(mixle))
+    with pytest.raises(AttributeError, match="has no attribute 'seq_estimat'"):
+        mixle.seq_estimat  # noqa: B018
+
+
 def test_the_list_covers_every_optional_dependency_at_run_time():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     runtime = ("torch", "teacher", "diloco", "dask", "kernels", "cli", "tensorboard")

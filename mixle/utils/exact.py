@@ -9,11 +9,10 @@ from __future__ import annotations
 import difflib
 import math
 import operator
+import sys
 from collections.abc import Iterable
 from numbers import Real
 from typing import TypeVar
-
-import numpy as np
 
 T = TypeVar("T")
 
@@ -24,7 +23,8 @@ def require_exact_bool(value: object, name: str) -> bool:
     Raises:
         TypeError: anything else, 0, 1 and "false" included.
     """
-    if isinstance(value, (bool, np.bool_)):
+    numpy = sys.modules.get("numpy")  # without it there is no numpy.bool_, and a process that needs none saves 10 MB
+    if isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_)):
         return bool(value)
     raise TypeError(f"{name}={value!r} must be True or False, not {_kind(value)}")
 

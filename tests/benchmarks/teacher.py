@@ -38,7 +38,12 @@ THROUGHPUT = {
     "inline_zmq": "ZeroMQ inline",
     "dataloader": "torch DataLoader",
 }
-LATENCY = {"mixle_order": "mixle", "softs_order": "softs", "pipe": "a byte through two pipes"}
+LATENCY = {
+    "mixle_order": "mixle",
+    "softs_order": "softs",
+    "bare_zmq": "two bare ZeroMQ messages, a pipe back",
+    "pipe": "a byte through two pipes",
+}
 BARS = {"4 KiB": 20, "64 KiB": 20, "600 KiB": 6, "4 MiB": 3}
 READY_S = 120.0
 

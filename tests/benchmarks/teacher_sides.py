@@ -381,6 +381,45 @@ def dataloader(size: int, workers: int) -> Side:
     return lambda: len(next(batches)), {}
 
 
+def bare_zmq(size: int, workers: int) -> Side:
+    """Two small ZeroMQ messages, as an order takes them by way of a broker, and a byte back through a pipe."""
+    import zmq
+
+    at, back = endpoints(), os.pipe()
+    child(forwarder, at[0], at[1])
+    child(answerer, at[1], back[1])
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(at[0])
+
+    def take() -> int:
+        socket.send_multipart([b"REQUEST", bytes(60)])
+        return len(os.read(back[0], 1))
+
+    return take, {}
+
+
+def forwarder(frontend: str, backend: str) -> None:
+    import zmq
+
+    context = zmq.Context()
+    source, target = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
+    target.bind(backend)
+    worker = target.recv_multipart()[0]
+    source.bind(frontend)
+    while True:
+        target.send_multipart([worker, *source.recv_multipart()[1:]])
+
+
+def answerer(backend: str, back: int) -> None:
+    import zmq
+
+    socket = zmq.Context().socket(zmq.DEALER)
+    socket.connect(backend)
+    socket.send(b"READY")
+    while socket.recv_multipart():
+        os.write(back, b".")
+
+
 def pipe(size: int, workers: int) -> Side:
     """A byte to another process and back."""
     there, back = os.pipe(), os.pipe()
