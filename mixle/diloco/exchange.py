@@ -71,6 +71,9 @@ class Exchange:
         codec: what this node writes payloads with; it reads all.
         report: told of what is passed over.
         gather: makes reads that do not wait for one another.
+
+    Attributes:
+        schemas: of the parameters in each fragment.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Exchange:
     ) -> None:
         self.gather = gather
         self._mailbox, self._codec, self._report = mailbox, codec, report
-        self._schemas = [schema.only(fragment) for fragment in fragments]
+        self.schemas = [schema.only(fragment) for fragment in fragments]
         self._schema = schema
         self._told: set[str] = set()
 
@@ -105,7 +108,7 @@ class Exchange:
             record = RunRecord(
                 algorithm.to_dict(),
                 tuple((spec.name, spec.dtype, spec.shape) for spec in self._schema.parameters),
-                tuple(schema.names for schema in self._schemas),
+                tuple(schema.names for schema in self.schemas),
                 refs,
                 tuple(sorted(embeddings)),
             )
@@ -142,7 +145,7 @@ class Exchange:
 
         What lies there may be none, or may have decayed. Nobody can commit the round any more, so it is void.
         """
-        key, period = names.round_record(round_), len(self._schemas)
+        key, period = names.round_record(round_), len(self.schemas)
         data = self._get(key)
         if data is None:
             return None
@@ -224,7 +227,7 @@ class Exchange:
 
     def encoded(self, fragment: int, arrays: Arrays, dtype: WireDType) -> bytes:
         """Return the bytes of a payload of a fragment's arrays, and raise as :meth:`put_arrays` does."""
-        return self._codec.encode(encode(arrays, self._schemas[fragment], dtype))
+        return self._codec.encode(encode(arrays, self.schemas[fragment], dtype))
 
     def packed(self, tensors: Mapping[str, TensorBytes]) -> bytes:
         """Return the bytes of a payload of tensors that are encoded."""
@@ -244,7 +247,7 @@ class Exchange:
             CorruptPayload: it is not the one whose digest its key has, or does not fit the fragment.
             NonFiniteError: an array is not finite.
         """
-        schema = self._schemas[fragment]
+        schema = self.schemas[fragment]
         bound = packed_nbytes(payload_schema(schema, dtype).parameters)
         try:
             data = self._mailbox.get(ref.key, limit=bound + bound // 256 + 4096)  # what does not compress grows
@@ -264,7 +267,7 @@ class Exchange:
     def own_arrays(self, data: bytes, fragment: int, dtype: WireDType) -> Arrays:
         """Return what readers of a payload that this node encoded will see."""
         key = f"own{self._codec.extension}"
-        return dict(decode(compression.decode(key, data, max_bytes=1 << 62), self._schemas[fragment], dtype))
+        return dict(decode(compression.decode(key, data, max_bytes=1 << 62), self.schemas[fragment], dtype))
 
     # ---- what is no longer needed
 

@@ -25,6 +25,7 @@ from mixle.diloco.names import LAST_ATTEMPT
 from mixle.diloco.parameters import Arrays
 from mixle.diloco.quantization import NonFiniteError
 from mixle.diloco.records import Claim, RoundRecord, Snapshot, VoidRound
+from mixle.diloco.tensor_codec import encode_with_feedback
 from mixle.diloco.versions import KEPT_TURNS, Version, Versions
 from mixle.diloco.wire import Wire
 
@@ -173,19 +174,18 @@ class Node:
 
     def _encode(self, captured: Captured) -> tuple[bytes | None, _Own]:
         fragment, residual = captured.fragment, self._residuals[captured.fragment]
-        dropped = {} if residual is None else self._exchange.own_arrays(residual, fragment, self._wire.residual)
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below
             delta = {name: captured.anchor[name] - theta for name, theta in captured.theta.items()}
-            delta |= {name: np.asarray(delta[name] + array) for name, array in dropped.items()}
         try:
-            data = self._exchange.encoded(fragment, delta, self._wire.delta)
+            if self._wire.delta == "F32":
+                return self._exchange.encoded(fragment, delta, "F32"), _Own(captured.round, None, delta, None)
+            dropped = {} if residual is None else self._exchange.own_arrays(residual, fragment, self._wire.residual)
+            schema = self._exchange.schemas[fragment]
+            tensors, sent, dropped = encode_with_feedback(delta, dropped, schema, self._wire.delta)
         except NonFiniteError:
             return None, _Own(captured.round, None, {}, None)
-        if self._wire.delta == "F32":
-            return data, _Own(captured.round, None, delta, None)
-        sent = self._exchange.own_arrays(data, fragment, self._wire.delta)
-        dropped = {name: np.asarray(array - sent[name]) for name, array in delta.items()}
-        return data, _Own(captured.round, None, sent, self._exchange.encoded(fragment, dropped, self._wire.residual))
+        kept = self._exchange.encoded(fragment, dropped, self._wire.residual)
+        return self._exchange.packed(tensors), _Own(captured.round, None, sent, kept)
 
     # ---- follow
 

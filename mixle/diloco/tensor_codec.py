@@ -108,7 +108,7 @@ def encode_with_feedback(
     dropped: Mapping[str, Float32],
     parameters: Schema,
     dtype: WireDType | None = None,
-) -> tuple[dict[str, TensorBytes], dict[str, Float32]]:
+) -> tuple[dict[str, TensorBytes], dict[str, Float32], dict[str, Float32]]:
     """Encode ``arrays`` plus what rounding dropped before, and return what it drops now.
 
     Args:
@@ -117,7 +117,7 @@ def encode_with_feedback(
         parameters, dtype: as in :func:`payload_schema`.
 
     Returns:
-        The tensors, and by name the float32 array of what they lack of the sum.
+        The tensors; by name the float32 arrays that :func:`decode` makes of them; and what these lack of the sum.
 
     Raises:
         TypeError, ValueError: as :func:`encode`, of ``arrays`` and of ``dropped`` if there is any.
@@ -129,7 +129,7 @@ def encode_with_feedback(
             arrays = {name: np.asarray(array + dropped[name]) for name, array in arrays.items()}
     tensors = encode(arrays, parameters, dtype)
     sent = decode(tensors, parameters, dtype)
-    return tensors, {name: np.asarray(array - sent[name]) for name, array in arrays.items()}
+    return tensors, sent, {name: np.asarray(array - sent[name]) for name, array in arrays.items()}
 
 
 def _check(arrays: Mapping[str, Float32], parameters: Schema) -> None:
