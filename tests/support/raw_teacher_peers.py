@@ -100,6 +100,7 @@ class RawStudent(RawPeer):
             "session": self.welcome.session if self.welcome else None,
             "student_id": self.student_id,
             "rank": self.rank,
+            "known": self.model.generation,
             "identity": self.identity,
             "medium": "shm",
             "segment": self.segment,
@@ -134,6 +135,7 @@ class RawStudent(RawPeer):
             "student_id": self.student_id,
             "session": self.welcome.session,
             "rank": self.rank,
+            "known": self.model.generation,
             "model_id": model_id,
             "packed_cfg": messages.pack_cfg(cfg),
         }

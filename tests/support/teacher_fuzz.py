@@ -81,6 +81,7 @@ def valid_but_absurd(dice: random.Random, run_id: str) -> messages.Message:
         student_id="0" * 32,
         session=dice.randbytes(16),
         rank=0,
+        known=dice.choice([0, 1, messages.MAX_GENERATION]),
         model_id="evil",
         packed_cfg=dice.randbytes(20),
     )

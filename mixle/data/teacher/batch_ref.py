@@ -17,11 +17,13 @@ __all__ = ["BatchRef", "SampleRef"]
 class _Ref:
     """Samples in slots that nobody writes until :meth:`release`; leaving a ``with`` block releases them."""
 
-    __slots__ = ("_first", "_release", "_slots", "generation")
+    __slots__ = ("_first", "_release", "_slots", "_token", "generation")
 
-    def __init__(self, slots: Slots, first: int, generation: int, release: Callable[[int], None]) -> None:
+    def __init__(
+        self, slots: Slots, first: int, token: int, generation: int, release: Callable[[int, int], None]
+    ) -> None:
         self._slots: Slots | None = slots
-        self._first, self._release = first, release
+        self._first, self._token, self._release = first, token, release
         self.generation = generation
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -58,10 +60,10 @@ class _Ref:
         return dict(out)
 
     def release(self) -> None:
-        """Give the slots back; they are ordered anew. Releasing twice is harmless."""
+        """Give the slots back; they are ordered anew. Releasing twice, in whichever way, is harmless."""
         slots, self._slots = self._slots, None
         if slots is not None:
-            self._release(self._first)
+            self._release(self._first, self._token)
 
     def _held(self) -> Slots:
         if self._slots is None:
@@ -105,8 +107,10 @@ class BatchRef(_Ref):
 
     __slots__ = ("size",)
 
-    def __init__(self, slots: Slots, first: int, size: int, generation: int, release: Callable[[int], None]) -> None:
-        super().__init__(slots, first, generation, release)
+    def __init__(
+        self, slots: Slots, first: int, size: int, token: int, generation: int, release: Callable[[int, int], None]
+    ) -> None:
+        super().__init__(slots, first, token, generation, release)
         self.size = size
 
     @property

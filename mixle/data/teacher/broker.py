@@ -401,7 +401,7 @@ class _Service:
         else:
             socket.xpub_manual = 1
         if endpoint.startswith("tcp://"):
-            socket.ipv6 = endpoint.startswith("tcp://[")
+            socket.ipv6 = wire.is_ipv6(endpoint)
             socket.heartbeat_ivl, socket.heartbeat_timeout = 2_000, 10_000
         if keys is not None:
             keys.secure_server(socket)

@@ -119,7 +119,7 @@ class DistillIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
             RuntimeError: the client that ``generation_value`` belongs to was closed.
         """
         for session, slot in self._taken(1):
-            generation = session.generation_of(slot)
+            _, generation = session.order_of(slot)
             sample = {name: tensor.clone() for name, tensor in session.slots.tensor(slot).items()}
             session.release(slot)
             if generation >= self._shared.newest():
@@ -128,7 +128,7 @@ class DistillIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
     def lent(self, size: int) -> Iterator[BatchRef]:
         """Yield batches of ``size`` samples, at most ``slot_count``, where they lie; raises as :meth:`tagged`."""
         for session, first in self._taken(size):
-            yield BatchRef(session.slots, first, size, session.generation_of(first), session.release)
+            yield BatchRef(session.slots, first, size, *session.order_of(first), session.give_back)
 
     @property
     def slot_count(self) -> int:

@@ -84,7 +84,8 @@ class Desk:
             except BrokerUnreachable as error:
                 missing = error
             else:
-                first = session.next_group(size, patience)
+                with session.whole():
+                    first = session.next_group(size, patience)
             if session is not None and first is not None:
                 self._waited_s = 0.0
                 return session, first
@@ -149,6 +150,12 @@ class Desk:
 def _require_worker(session: Session, packed: bytes, deadline_s: float) -> None:
     """Raise a ``NoWorker`` that says what the broker knows, unless a worker can make what is asked for."""
     stats = BrokerStats.unpack(packed)
+    known = session.fence.generation
+    if stats.generation < known:
+        raise TeacherError(
+            f"the broker at {session.station.frontend} is at generation {stats.generation}, and generation {known} was "
+            "known here, as if its directory was lost: rank 0 must call set_model again"
+        )
     if stats.workers_serving:
         needed = session.station.layout.packed_bytes
         serving = [row.slot_size for row in stats.workers if row.state in SERVING]
@@ -158,10 +165,10 @@ def _require_worker(session: Session, packed: bytes, deadline_s: float) -> None:
             f"a sample has {needed} bytes, and the workers that serve model {stats.model_id!r} at "
             f"{session.station.frontend} make at most {max(serving)}: start them with slot_size={needed}"
         )
-    known = ", ".join(f"{row.worker} ({row.state}, serves {row.patterns})" for row in stats.workers[:8])
+    there = ", ".join(f"{row.worker} ({row.state}, serves {row.patterns})" for row in stats.workers[:8])
     raise NoWorker(
         f"no worker served model {stats.model_id!r} (generation {stats.generation}) at {session.station.frontend} "
-        f"for {deadline_s:g} s; workers there: {known or 'none'}"
+        f"for {deadline_s:g} s; workers there: {there or 'none'}"
     )
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 from mixle.data.teacher.messages import DONE, FAILED, SKIPPED, U64
 from mixle.data.teacher.slots import SlotReassigned, Slots
 
-__all__ = ["Demand", "Generator", "Outcome", "Target"]
+__all__ = ["Demand", "Generator", "Interrupted", "Outcome", "Target"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,10 @@ _HOUSE = str(Path(__file__).parent)
 NOTHING = 1 << 63
 
 GeneratorFunction: TypeAlias = Callable[..., Any]
+
+
+class Interrupted(BaseException):
+    """A second signal came: leave the generator where it is."""
 
 
 class Demand:
@@ -57,6 +61,12 @@ class Demand:
         """Make work of older generations void; one thread at a time."""
         self.newest = max(self.newest, generation)
         if self._ended:  # by a signal or a thread between the reading and the writing
+            self.newest = NOTHING
+
+    def restart(self, generation: int) -> None:
+        """Begin anew with another run, whose generations are others."""
+        self.newest = generation
+        if self._ended:
             self.newest = NOTHING
 
     def end(self) -> None:
@@ -158,7 +168,9 @@ class Generator:
             except SlotReassigned as error:
                 record.reach(slot)
                 record.add(slot + 1, SKIPPED, str(error))
-            except Exception as error:
+            except Interrupted:
+                raise
+            except BaseException as error:
                 record.reach(slot)
                 record.add(slot + 1, FAILED, _words(error))
             token = token + 1 & U64
@@ -192,7 +204,9 @@ class Generator:
             except SlotReassigned as error:
                 record.reach(start)
                 record.add(start + size, SKIPPED, str(error))
-            except Exception as error:
+            except Interrupted:
+                raise
+            except BaseException as error:
                 record.reach(start)
                 record.add(start + size, FAILED, _words(error))
             token = token + size & U64
@@ -208,7 +222,9 @@ class Generator:
         try:
             samples = self.function(model_id, model_cfg, total)
             _require_batch(samples, total)
-        except Exception as error:
+        except Interrupted:
+            raise
+        except BaseException as error:
             return [[Outcome(target.first, target.count, FAILED, _words(error))] for target in targets]
         outcomes, start = [], 0
         for target in targets:
@@ -225,7 +241,9 @@ class Generator:
             slots.write_batch(first, count, token, generation, rows, checksum=self.checksum)
         except SlotReassigned as error:
             return [Outcome(first, count, SKIPPED, str(error))]
-        except Exception as error:
+        except Interrupted:
+            raise
+        except BaseException as error:
             return [Outcome(first, count, FAILED, _words(error))]
         return [Outcome(first, count, DONE, None)]
 
@@ -284,7 +302,7 @@ def _require_batch(samples: object, count: int) -> None:
         )
 
 
-def _words(error: Exception) -> str:
+def _words(error: BaseException) -> str:
     """Return the type and message of what went wrong and where, short enough for a message."""
     logger.debug("a generator failed", exc_info=error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]

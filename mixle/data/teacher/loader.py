@@ -147,4 +147,4 @@ def _shared(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     storage = torch.UntypedStorage._new_shared(tensor.numel() * tensor.element_size())
     strides = torch.empty(tensor.shape, device="meta").stride()
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, strides).copy_(tensor)
+    return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, 0, tensor.shape, strides).copy_(tensor)

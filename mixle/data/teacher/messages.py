@@ -564,13 +564,17 @@ class Stopping(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetModel(Message):
-    """Leader to control: switch; one with the ``request_id`` of the last switch is answered and changes nothing."""
+    """Leader to control: switch; one with the ``request_id`` of the last switch is answered and changes nothing.
+
+    The new generation is above ``known``, the newest that the leader has heard of, be it of a run that was lost.
+    """
 
     COMMAND = b"SET_MODEL"
     request_id: bytes = checked(_bytes(8))
     student_id: str = checked(_STUDENT_ID)
     session: bytes = checked(_SESSION)
     rank: int = checked(_integer(0, 2**31))
+    known: int = checked(_integer(0, MAX_GENERATION))
     model_id: str = checked(_MODEL_ID)
     packed_cfg: bytes | None = checked(_CFG)
 

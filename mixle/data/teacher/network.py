@@ -39,6 +39,7 @@ from mixle.data.teacher.keys import Admission, Keys
 from mixle.data.teacher.layout import HEADER_BYTES, SlotLayout
 from mixle.data.teacher.messages import DONE, FAILED, SKIPPED, U64, SegmentInfo, WorkPiece
 from mixle.data.teacher.slots import SlotReassigned, Slots
+from mixle.data.teacher.wire import is_ipv6
 from mixle.utils.optional_import import optional_import
 
 __all__ = ["Receiver", "Sender", "own_address"]
@@ -262,7 +263,7 @@ class Sender:
         self._socket.sndhwm = IN_FLIGHT
         self._socket.immediate = 1
         self._patience_s = SEND_DEADLINE_S
-        self._socket.ipv6 = "[" in info.data_endpoint
+        self._socket.ipv6 = is_ipv6(info.data_endpoint)
         if keys is not None:
             keys.secure_client(self._socket, info.data_key)
         zmq = self._zmq

@@ -242,6 +242,10 @@ class Orders:
         self.state[first : first + self.size] = HELD
         return first
 
+    def holds(self, first: int, token: int) -> bool:
+        """Tell whether the reader has the group that starts at slot ``first`` and was ordered with ``token``."""
+        return self._states[first] == HELD and int(self.token[first]) == token
+
     def release(self, first: int) -> None:
         """Free the held group that starts at slot ``first``.
 

@@ -77,6 +77,7 @@ class Peer:
         self.endpoint = endpoint
         self.model = model
         self.welcome: messages.Welcome | None = None
+        self._run_id: str | None = None
         self.protocol_errors = 0
         self.registrations = 0
         self._registration, self._on_model = registration, on_model
@@ -94,7 +95,7 @@ class Peer:
         self._beats = self._dealer(keys)
         self._news: Any = None
         if control_pub_endpoint is not None:
-            self._news = self._socket_of(zmq.SUB, keys)
+            self._news = self._socket_of(zmq.SUB, keys, control_pub_endpoint)
             self._news.subscribe(b"")
             self._news.connect(control_pub_endpoint)
         self._poller = zmq.Poller()
@@ -222,8 +223,9 @@ class Peer:
         if self._closed:
             raise RuntimeError(f"the connection to the broker at {self.endpoint} is closed; make a new one")
 
-    def _socket_of(self, kind: int, keys: Keys | None) -> Any:
+    def _socket_of(self, kind: int, keys: Keys | None, endpoint: str) -> Any:
         socket = self.context.socket(kind)
+        socket.ipv6 = wire.is_ipv6(endpoint)
         socket.linger = 0
         socket.reconnect_ivl = 100
         socket.maxmsgsize = messages.MAX_MESSAGE_BYTES
@@ -233,7 +235,7 @@ class Peer:
 
     def _dealer(self, keys: Keys | None) -> Any:
         """Return a socket that queues nothing for a broker that is not there: it would reach the next one, void."""
-        socket = self._socket_of(self._zmq.DEALER, keys)
+        socket = self._socket_of(self._zmq.DEALER, keys, self.endpoint)
         socket.immediate = 1
         socket.sndhwm = 0
         return socket
@@ -294,6 +296,10 @@ class Peer:
             self._due, self._awaiting = False, True
 
     def _accept(self, welcome: messages.Welcome) -> None:
+        if self._run_id not in (None, welcome.run_id):
+            with self._model_lock:
+                self.model = NO_MODEL  # another run counts its generations anew
+        self._run_id = welcome.run_id
         self.welcome = welcome
         self._awaiting = False
         self._welcomed_at = self._seen_at = time.monotonic()

@@ -476,19 +476,19 @@ class Routing:
             refuse("leader", f"rank {max(peer.rank, asked.rank)} may not switch the model; rank 0 leads")
         elif self._leader is not None and self._leader is not peer:
             refuse("leader", f"process {self._leader.identity.pid} leads this run; stop it first, or start another run")
-        elif self.scheduler.model.generation >= MAX_GENERATION:
+        elif max(self.scheduler.model.generation, asked.known) >= MAX_GENERATION:
             refuse("limit", f"generation {MAX_GENERATION} is the last")
         else:
             if self._leader is None:
                 self._leader = peer
             if peer.last_switch is None or peer.last_switch[0] != asked.request_id:
-                state = self._switch(asked.model_id, asked.packed_cfg)
+                state = self._switch(asked.model_id, asked.packed_cfg, known=asked.known)
                 peer.last_switch = asked.request_id, state
             _, state = peer.last_switch
             self._answer("control", connection, messages.Model(request_id=asked.request_id, model=state))
 
-    def _switch(self, model_id: str, packed_cfg: bytes | None) -> ModelState:
-        generation = self.scheduler.model.generation + 1
+    def _switch(self, model_id: str, packed_cfg: bytes | None, *, known: int = 0) -> ModelState:
+        generation = max(self.scheduler.model.generation, known) + 1
         state = ModelState(generation, model_id, packed_cfg, self._seal(generation, model_id, packed_cfg))
         self.scheduler.switch(state)
         self._publish("MODEL")

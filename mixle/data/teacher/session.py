@@ -11,8 +11,8 @@ import os
 import platform
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from mixle.data.teacher import doorbell, messages
@@ -149,10 +149,15 @@ class Session:
             first = self._take() if first is None else first
         return first
 
-    def generation_of(self, first: int) -> int:
-        """Return the generation of a held slot."""
+    def order_of(self, first: int) -> tuple[int, int]:
+        """Return the token and the generation of a held slot."""
         assert self._orders is not None
-        return int(self._orders.generation[first])
+        return int(self._orders.token[first]), int(self._orders.generation[first])
+
+    def give_back(self, first: int, token: int) -> None:
+        """Take back a group, unless that was done and it is of another order by now."""
+        if self._orders is not None and self._orders.holds(first, token):
+            self.release(first)
 
     def release(self, first: int) -> None:
         """Take a held group back, and order it anew when that is worth a message.
@@ -165,8 +170,20 @@ class Session:
         self._orders.release(first)
         self._released += self._orders.size
         if not self.spent and (self._released * 4 >= self._orders.usable or self._is_due()):
-            self.hear(0.0)
-            self._place()
+            with self.whole():
+                self.hear(0.0)
+                self._place()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Give the session up if the block is interrupted: it may not know any more what is ordered where."""
+        try:
+            yield
+        except TeacherError:
+            raise
+        except BaseException:
+            self.spent = True
+            raise
 
     def statistics(self, deadline_s: float) -> bytes | None:
         """Return the broker's figures as it packed them; None if it does not answer within ``deadline_s``."""
@@ -183,11 +200,13 @@ class Session:
         if os.getpid() != self._pid:
             return
         self.spent = True
-        if self._receiver is not None:
-            self._receiver.close()
-        self.peer.close(messages.Bye())
-        self.segment.unlink()
-        self.segment.close()
+        try:
+            if self._receiver is not None:
+                self._receiver.close()
+            self.peer.close(messages.Bye())
+        finally:  # a signal's handler may raise in the middle of it
+            self.segment.unlink()
+            self.segment.close()
 
     # ---- private
 
@@ -429,6 +448,7 @@ class Session:
             self.spent = True  # no worker of that run will attach a segment of this one
             return
         self._on_event("registered", {"run_id": welcome.run_id, "segment": self.segment.name})
+        self._owed.clear()  # what the broker before said had been sent is asked for again
         if self._orders is not None:
             self._look()
             self._send(self._orders.unfinished(), resent=True)

@@ -345,7 +345,10 @@ class Slots:
 
     def _torch_columns(self) -> dict[str, torch.Tensor]:
         if self._tensors is None:
-            self._tensors = {name: tensor_of(column, self._specs[name]) for name, column in self._arrays.items()}
+            import torch
+
+            with torch.inference_mode(False):  # they outlive the mode that they are first used in
+                self._tensors = {name: tensor_of(column, self._specs[name]) for name, column in self._arrays.items()}
         return self._tensors
 
     def _checksum(self, slot: int) -> int:

@@ -11,6 +11,7 @@ from mixle.data.teacher.handshakes import Connection
 from mixle.data.teacher.keys import Keys
 from mixle.data.teacher.peer import unreachable
 from mixle.data.teacher.stats import BrokerStats
+from mixle.data.teacher.wire import is_ipv6
 from mixle.utils.optional_import import optional_import
 
 
@@ -23,6 +24,7 @@ class StatsClient:
         self._context = self._zmq.Context()
         self._socket = self._context.socket(self._zmq.DEALER)
         self._socket.linger = 0
+        self._socket.ipv6 = is_ipv6(frontend_endpoint)
         self._socket.maxmsgsize = messages.MAX_MESSAGE_BYTES
         if keys is not None:
             keys.secure_client(self._socket)

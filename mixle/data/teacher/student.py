@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from mixle.data.teacher import messages
+from mixle.data.teacher import messages, wire
 from mixle.data.teacher.batch_ref import BatchRef, SampleRef
 from mixle.data.teacher.desk import Desk
 from mixle.data.teacher.errors import BrokerUnreachable, LeaderRefused
@@ -190,7 +190,7 @@ class StudentClient:
         if taken is None:
             return None
         session, first = taken
-        return SampleRef(session.slots, first, session.generation_of(first), session.release)
+        return SampleRef(session.slots, first, *session.order_of(first), session.give_back)
 
     def request_batch(self, size: int, timeout_ms: float = 1000) -> BatchRef | None:
         """Return ``size`` samples of the newest model in neighbouring slots; None if they did not come in time.
@@ -208,7 +208,7 @@ class StudentClient:
         if taken is None:
             return None
         session, first = taken
-        return BatchRef(session.slots, first, size, session.generation_of(first), session.release)
+        return BatchRef(session.slots, first, size, *session.order_of(first), session.give_back)
 
     def release_slot(self, slot_id: int) -> None:
         """Give a slot back, as :meth:`SampleRef.release` does.
@@ -252,6 +252,7 @@ class StudentClient:
                 student_id=self._station.student_id,
                 session=session.welcome.session,
                 rank=self._station.rank,
+                known=self.generation,
                 model_id=model_id,
                 packed_cfg=packed,
             )
@@ -277,6 +278,7 @@ class StudentClient:
         zmq = optional_import("zmq", extra="teacher")
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.linger = 0
+            socket.ipv6 = wire.is_ipv6(self._control)
             socket.maxmsgsize = messages.MAX_MESSAGE_BYTES
             if self._station.keys is not None:
                 self._station.keys.secure_client(socket)

@@ -57,3 +57,8 @@ def _receive(socket: Any) -> tuple[list[bytes], Any]:
 def has_message(socket: Any) -> bool:
     """Tell whether a message is there, at a fraction of the cost of the exception that says there is none."""
     return bool(socket.get(EVENTS) & POLLIN)
+
+
+def is_ipv6(endpoint: str) -> bool:
+    """Tell whether a socket for this address must be told that it may use IPv6."""
+    return endpoint.startswith("tcp://[")

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 from mixle.data.teacher import messages
 from mixle.data.teacher.attachments import Attachments, Place
 from mixle.data.teacher.cleanup import tidy
-from mixle.data.teacher.generation import Demand, Generator, GeneratorFunction, Target
+from mixle.data.teacher.generation import Demand, Generator, GeneratorFunction, Interrupted, Target
 from mixle.data.teacher.keys import Keys, require_keys
 from mixle.data.teacher.messages import FAILED, NO_MODEL, SKIPPED, DonePiece, HeldPiece, ModelState, WorkPiece
 from mixle.data.teacher.peer import Peer, refusal
@@ -48,10 +48,6 @@ class Task(NamedTuple):
     piece: WorkPiece
     info: messages.SegmentInfo
     model: ModelState
-
-
-class Interrupted(BaseException):
-    """A second signal came: leave the generator where it is."""
 
 
 class Worker:
@@ -240,7 +236,7 @@ class Worker:
             finally:
                 if self._attachments is not None:
                     self._attachments.close()
-            peer.close(messages.Bye())
+                peer.close(messages.Bye())
 
     def _begin(self, peer: Peer) -> None:
         deadline = time.monotonic() + self._deadline_s
@@ -363,6 +359,8 @@ class Worker:
         if self._attachments is None or self._attachments.run_id != welcome.run_id:
             if self._attachments is not None:
                 self._attachments.close()
+                self._model = peer.model
+                self._demand.restart(peer.model.generation)
             tidy(welcome.run_id, directory=self._directory)
             self._attachments = Attachments(
                 welcome.run_id,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -174,6 +175,17 @@ def test_a_generator_that_raises_fails_the_slot_with_the_type_the_message_and_th
         Outcome(4, 1, FAILED, f"RuntimeError: other{where}"),
         Outcome(5, 1, DONE, None),
     ]
+
+
+@pytest.mark.parametrize("error", [SystemExit("enough"), KeyboardInterrupt(), asyncio.CancelledError()])
+@pytest.mark.parametrize("options", [{}, {"max_batch": 4}, {"into_buffer": True}])
+def test_whatever_a_generator_raises_fails_its_slots_and_nothing_else(error: BaseException, options: Any) -> None:
+    def function(*arguments: object) -> bytes:
+        raise error
+
+    (outcomes,) = fill(Generator(function, **options), target(new_slots(), 0, 2))
+    assert [outcome.outcome for outcome in outcomes] == [FAILED] * len(outcomes)
+    assert sum(outcome.count for outcome in outcomes) == 2 and type(error).__name__ in str(outcomes[0].message)
 
 
 def test_a_long_message_or_one_that_is_no_text_can_be_sent() -> None:

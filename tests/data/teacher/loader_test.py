@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import threading
 
 import pytest
 import torch
 from teacher_run import CONFIG, sample, teacher_run
 
+from mixle.data.teacher.buffers import Buffers
 from mixle.data.teacher.dataset import DistillIterableDataset
 from mixle.data.teacher.loader import DistillDataLoader
 from mixle.data.teacher.student import StudentClient
@@ -73,6 +76,39 @@ def test_the_memory_of_a_batch_that_is_dropped_is_used_again(run):
     addresses = [next(batches)["x"].data_ptr() for _ in range(10)]
     assert len(set(addresses)) <= 2
     batches.close()
+
+
+def test_threads_never_get_the_same_memory():
+    buffers, wrong = Buffers(), []
+    barrier = threading.Barrier(3)
+
+    def copy(number):
+        barrier.wait()
+        for _ in range(2_000):
+            copied = buffers.copy({"x": torch.full((4,), number)})["x"]
+            if copied.tolist() != [number] * 4:
+                wrong.append(number)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=copy, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+
+
+def on_meta(worker):
+    torch.set_default_device("meta")
+
+
+def test_a_default_device_does_not_change_where_batches_are(run):
+    loader = DistillDataLoader(run.dataset, batch_size=2, num_workers=1, worker_init_fn=on_meta)
+    assert next(iter(loader))["x"].device.type == "cpu"
 
 
 def test_a_batch_that_the_slots_do_not_hold_is_refused_with_the_count_that_would(run):

@@ -73,7 +73,9 @@ EXAMPLES = [
     m.Bye(),
     m.Stop(),
     m.Stopping(),
-    m.SetModel(request_id=b"r" * 8, student_id="0" * 32, session=b"s" * 16, rank=0, model_id="m", packed_cfg=None),
+    m.SetModel(
+        request_id=b"r" * 8, student_id="0" * 32, session=b"s" * 16, rank=0, known=0, model_id="m", packed_cfg=None
+    ),
     m.Model(request_id=b"r" * 8, model=MODEL),
     m.Stats(),
     m.StatsReply(stats=b"x"),

@@ -19,6 +19,7 @@ from mixle.data.teacher.broker import Broker
 from mixle.data.teacher.errors import BrokerUnreachable, GeneratorFailed, LeaderRefused, NoWorker, TeacherError
 from mixle.data.teacher.run import ProcessIdentity
 from mixle.data.teacher.specs import BatchConfig, TensorSpec
+from mixle.data.teacher.stats_client import StatsClient
 from mixle.data.teacher.student import StudentClient
 from mixle.data.teacher.worker import Worker
 
@@ -153,6 +154,55 @@ def test_a_slot_is_released_once(run):
             client.release_slot(ref.slot_id)
 
 
+def test_a_sample_that_was_released_by_its_slot_frees_nobody_elses(run):
+    run.start_broker()
+    run.start_worker(counting())
+    with StudentClient(0, 2, CONFIG, **run.client) as client:
+        with client.request_sample(5000) as first:
+            client.release_slot(first.slot_id)
+            others = [client.request_sample(5000) for _ in range(2)]
+            assert first.slot_id in [other.slot_id for other in others]
+        assert client.request_sample(50) is None  # both slots are still held
+        for other in others:
+            other.release()
+
+
+def test_a_client_that_was_interrupted_anywhere_serves_again(run):
+    run.start_broker()
+    run.start_worker(counting())
+    seen = []
+
+    class Interrupted(BaseException):
+        """Ctrl-C, at a place of the test's choice."""
+
+    with StudentClient(0, 4, CONFIG, **run.client) as client:
+        for name in ("_send", "_attend", "_place", "_look_at"):
+            session = client._desk.session(5.0)
+
+            def interrupt(*args, **kwargs):
+                raise Interrupted
+
+            setattr(session, name, interrupt)
+            with pytest.raises(Interrupted):
+                for _ in range(50):
+                    with client.request_sample(5000) as ref:
+                        seen.append(ref.tensors()["y"].item())
+            with client.request_sample(5000) as ref:
+                seen.append(ref.tensors()["y"].item())
+    assert len(set(seen)) == len(seen)
+
+
+def test_samples_first_read_in_inference_mode_can_be_trained_on_later(run):
+    run.start_broker()
+    run.start_worker(counting())
+    weight = torch.ones(3, requires_grad=True)
+    with StudentClient(0, 2, CONFIG, **run.client) as client:
+        with torch.inference_mode(), client.request_sample(5000) as ref:
+            ref.tensors()
+        with client.request_sample(5000) as ref:
+            (weight * ref.tensors()["x"]).sum().backward()
+
+
 # ---- the fence
 
 
@@ -195,6 +245,37 @@ def test_a_second_leader_is_refused(run):
         one.set_model("m")
         with pytest.raises(LeaderRefused):
             two.set_model("n")
+
+
+def test_a_broker_that_lost_its_directory_is_an_error_by_the_deadline_until_the_leader_switches(tmp_path):
+    ends = [f"tcp://127.0.0.1:{port}" for port in free_ports(4)]
+    client = {"frontend_endpoint": ends[0], "control_endpoint": ends[2], "control_pub_endpoint": ends[3]}
+
+    def broker(name):
+        return Broker(*ends, insecure=True, heartbeat_s=0.05, directory=tmp_path / name)
+
+    first = broker("first").start()
+    with (
+        Worker(generations(), 4096, ends[1], ends[3], insecure=True),
+        StudentClient(0, 2, CONFIG, insecure=True, deadline_s=1.0, **client) as student,
+    ):
+        for number in range(3):
+            student.set_model("m", {"number": number})
+        student.request_sample(20_000).release()
+        first.stop()
+        with broker("second"):
+            with pytest.raises(TeacherError, match=r"generation 3 was known here.*set_model again"):
+                for _ in range(40):
+                    try:
+                        student.request_sample(500)
+                    except TeacherError as error:
+                        if "not one of this run" not in str(error):
+                            raise
+            assert student.set_model("m", {"number": 9}) == 4
+            with student.request_sample(20_000) as ref:
+                assert ref.tensors()["y"].item() == 9
+            with StudentClient(1, 2, CONFIG, insecure=True, **client) as fresh, fresh.request_sample(20_000) as ref:
+                assert ref.tensors()["y"].item() == 9
 
 
 def test_a_model_id_is_kept_whole_or_refused_with_the_limit(run):
@@ -487,6 +568,38 @@ def test_samples_that_were_lost_on_their_way_are_ordered_again():
             student.request_sample(30_000) as ref,
         ):
             assert ref.slot_id == lost.first_slot and ref.tensors()["y"].item() == 0
+
+
+def test_what_an_earlier_broker_said_had_come_is_no_loss_for_the_next():
+    ends = [f"tcp://127.0.0.1:{port}" for port in free_ports(4)]
+    client = {"frontend_endpoint": ends[0], "control_endpoint": ends[2], "control_pub_endpoint": ends[3]}
+    options = {"insecure": True, "heartbeat_s": 0.05, "timeout_s": 0.3}
+    first = Broker(*ends, **options).start()
+    with StudentClient(0, 2, CONFIG, insecure=True, **client) as student:
+        until(lambda: student.request_sample(10) is None and first.stats.queued == 2, "orders")
+        loses_samples(first)
+        until(lambda: student.request_sample(10) is None and first.stats.queued == 1, "the word of the lost one")
+        first.stop()
+        with Broker(*ends, **options) as second:
+            until(lambda: student.request_sample(10) is None and second.stats.queued == 2, "the orders again")
+            assert student.request_sample(1000) is None
+            with Worker(counting(), 4096, ends[1], ends[3], insecure=True), student.request_sample(30_000) as ref:
+                assert ref.tensors()["y"].item() >= 0
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+@pytest.mark.parametrize("host_id", [None, "0" * 16])
+def test_a_broker_is_reached_by_ipv6(host_id):
+    ends = [f"tcp://[::1]:{port}" for port in free_ports(4)]
+    with (
+        Broker(*ends, insecure=True),
+        Worker(counting(), 4096, ends[1], ends[3], insecure=True, host_id=host_id),
+        StudentClient(0, 2, CONFIG, ends[0], ends[2], ends[3], insecure=True) as student,
+        StatsClient(ends[0]) as stats,
+    ):
+        assert student.set_model("m") == 1
+        student.request_sample(20_000).release()
+        assert stats.ask().workers_serving == 1
 
 
 def test_samples_that_are_lost_every_time_are_an_error_and_the_next_call_orders_anew():
