@@ -100,7 +100,6 @@ class RawStudent(RawPeer):
             "session": self.welcome.session if self.welcome else None,
             "student_id": self.student_id,
             "rank": self.rank,
-            "known": self.model.generation,
             "identity": self.identity,
             "medium": "shm",
             "segment": self.segment,
