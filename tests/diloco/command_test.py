@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
 from diloco_sites import descend, open_session, wait_until, zeros
+from matplotlib import pyplot
+from rich.console import Console
 from typer.testing import CliRunner
 
 from mixle.cli import build_app
-from mixle.diloco import DiLoCo, align, open_mailbox
+from mixle.diloco import DiLoCo, align, command, open_mailbox
 from mixle.diloco.survey import survey
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
@@ -51,6 +54,37 @@ def test_status_tells_the_run_its_nodes_and_its_rounds(url):
     assert "21 rounds, 1 run.json" in output
 
 
+def test_a_pipe_gets_every_column_whole_however_narrow_the_terminal(url):
+    result = CliRunner().invoke(build_app(), ["diloco", "status", url, "--wait", "0"], env={**WIDE, "COLUMNS": "40"})
+    assert "quorum s ┃ grace s ┃ cos ┃ refused ┃   MB ┃ closer" in result.output
+    assert "…" not in result.output and "no room" not in result.output
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_a_narrow_terminal_gets_fewer_columns_named_below_and_every_number_whole(url, width, monkeypatch):
+    file = io.StringIO()
+    terminal = Console(file=file, width=width, height=25, force_terminal=True, color_system=None)
+    monkeypatch.setattr(command, "Console", lambda **_: terminal)
+    code, output = invoke("status", url, "--wait", "0")
+    assert code == 0, output
+    shown = file.getvalue()
+    assert "…" not in shown
+    assert all(name in shown for name in ("quorum s", "grace s", "closer"))
+    assert "no room for: samples, MB" in shown
+    assert max(map(len, shown.splitlines())) <= width
+
+
+def test_a_long_name_folds_and_stays_whole():
+    name = "a" * 40 + "b" * 23
+    table = command._table("t", ("round", "MB", "closer"), [("7", "1.25", name)], width=60, first_to_go=("MB",))
+    file = io.StringIO()
+    Console(file=file, width=60).print(table)
+    shown = file.getvalue()
+    assert "1.25" in shown and "no room" not in shown
+    assert shown.count("a") == 40
+    assert max(map(len, shown.splitlines())) <= 60
+
+
 def test_who_is_alive_is_told_from_who_gives_no_sign_of_life(tmp_path):
     address = f"file://{tmp_path}"
     train(address, "gone")
@@ -77,6 +111,26 @@ def test_plot_writes_an_image(url, tmp_path):
     assert code == 0, output
     assert image.read_bytes().startswith(b"\x89PNG")
     assert "21 of 21 rounds" in output
+
+
+def test_the_plot_names_its_run_counts_in_integers_and_keeps_its_legends_off_the_data(url, tmp_path, monkeypatch):
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    assert invoke("plot", url, "--out", str(tmp_path / "run.png"))[0] == 0
+    figure = pyplot.gcf()
+    monkeypatch.undo()
+    assert figure.get_suptitle() == url
+    snapshots, waits, cosines, norms = figure.axes
+    assert [axes.get_ylabel() for axes in figure.axes] == [
+        "snapshots",
+        "waited, s",
+        "mean cosine of the deltas",
+        "norm of the delta",
+    ]
+    for ticks in (snapshots.get_yticks(), cosines.get_xticks(), norms.get_xticks()):
+        assert np.array_equal(ticks, np.round(ticks))
+    for axes in (snapshots, waits, norms):
+        assert not axes.get_legend().get_window_extent().overlaps(axes.get_window_extent())
+    pyplot.close(figure)
 
 
 def test_gc_deletes_what_is_left_over_and_nothing_that_is_needed(tmp_path):
