@@ -111,7 +111,8 @@ class Closer:
         waited_s: tuple[float, float],
     ) -> Made:
         fragment, put = self._schedule.fragment(round_), self._exchange.put_payload
-        rounding = None if self._wire.commit is None else _Rounding(self._wire.commit)
+        buffers = self._exchange.buffers
+        rounding = None if self._wire.commit is None else _Rounding(self._wire.commit, buffers)
         closed = close(
             self._algorithm,
             offers,
@@ -119,6 +120,7 @@ class Closer:
             master=master,
             momentum=momentum,
             embeddings=self._embeddings,
+            buffers=buffers,
             quantize=rounding,
         )
         theta, new_theta = self._sent(fragment, closed.theta, self._wire.theta)
@@ -210,12 +212,12 @@ class Closer:
 class _Rounding:
     """Round updates to the run's format, and keep them as they will be sent."""
 
-    def __init__(self, dtype: WireDType) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: WireDType, exact: frozenset[str]) -> None:
+        self._dtype, self._exact = dtype, exact
         self.tensors: dict[str, TensorBytes] = {}
 
     def __call__(self, update: Arrays) -> Arrays:
         schema = Schema(tuple(ParameterSpec(name, "F32", array.shape) for name, array in sorted(update.items())))
-        tensors = encode(update, schema, self._dtype)
+        tensors = encode(update, schema, self._dtype, exact=self._exact)
         self.tensors.update(tensors)
-        return dict(decode(tensors, schema, self._dtype))
+        return dict(decode(tensors, schema, self._dtype, exact=self._exact))

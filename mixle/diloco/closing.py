@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mixle.diloco.algorithm import DiLoCo
-from mixle.diloco.merge import clip_factors, mean_cosine, merge_deltas, norm
+from mixle.diloco.merge import averaged, clip_factors, mean_cosine, merge_deltas, norm
 from mixle.diloco.outer import final_step, nesterov_step, publish
 from mixle.diloco.parameters import Arrays
 from mixle.diloco.records import Contribution, Rejection, Snapshot
@@ -54,36 +54,42 @@ def close(
     momentum: Arrays,
     embeddings: frozenset[str],
     quantize: Callable[[Arrays], Arrays] | None,
+    buffers: frozenset[str] = frozenset(),
 ) -> Closed:
     """Return what a round makes of a fragment; its arguments are left alone.
 
     Snapshots that are all a learner's last are added whole, without momentum: nobody is left to correct a step too far.
+    Buffers are statistics, which no optimizer moves: they become the weighted mean of the learners', between their
+    least and their greatest, so that no variance is negative; norms and cosines are those of the other parameters.
 
     Args:
         offers: the accepted snapshots; those of a learner that had nothing to add count for nothing.
         theta, master, momentum: the fragment before.
         embeddings: names that are merged by the mean.
-        quantize: rounds an update to the run's format and back; None publishes the parameters themselves.
+        quantize: rounds an update to the run's format and back; None publishes the parameters themselves. It must
+            leave buffers as they are.
+        buffers: names of the statistics.
     """
     offers = [offer for offer in sorted(offers, key=lambda offer: offer.snapshot.learner) if offer.snapshot.steps]
     new_master = {name: array.copy() for name, array in master.items()}
     new_momentum = {name: array.copy() for name, array in momentum.items()}
-    norms = [norm(offer.delta) for offer in offers]
+    trained = [{name: delta for name, delta in offer.delta.items() if name not in buffers} for offer in offers]
+    norms = [norm(delta) for delta in trained]
     factors = clip_factors(norms, [offer.snapshot.steps for offer in offers])
     weights = shares([Work(offer.snapshot.tokens, offer.snapshot.steps) for offer in offers]) if offers else []
     rejections: tuple[Rejection, ...] = ()
     if offers:
-        merged = merge_deltas(
-            algorithm.merge, [offer.delta for offer in offers], weights, factors=factors, embeddings=embeddings
-        )
+        merged = merge_deltas(algorithm.merge, trained, weights, factors=factors, embeddings=embeddings)
         final = all(offer.snapshot.final for offer in offers)
         _step(algorithm, new_master, new_momentum, merged, final=final)
+        for name in buffers & theta.keys():
+            new_master[name] = averaged(theta[name], [offer.delta[name] for offer in offers], weights)
         if not _finite(new_master) or not _finite(new_momentum):
             why = "overflow: the outer step is not finite"
             rejections = tuple(Rejection.of(offer.snapshot.learner, why) for offer in offers)
             new_master = {name: array.copy() for name, array in master.items()}
             new_momentum = {name: array.copy() for name, array in momentum.items()}
-            offers, norms, factors, weights = [], [], [], []
+            offers, trained, norms, factors, weights = [], [], [], [], []
     new_theta, update = new_master, None
     if quantize is not None:
         new_theta, update = _published(theta, new_master, quantize)
@@ -101,8 +107,7 @@ def close(
         )
         for offer, weight, size, factor in zip(offers, weights, norms, factors, strict=True)
     )
-    cosine = mean_cosine([offer.delta for offer in offers])
-    return Closed(new_theta, new_master, new_momentum, update, contributions, rejections, cosine)
+    return Closed(new_theta, new_master, new_momentum, update, contributions, rejections, mean_cosine(trained))
 
 
 def _step(algorithm: DiLoCo, master: Arrays, momentum: Arrays, merged: Arrays, *, final: bool) -> None:

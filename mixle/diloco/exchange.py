@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -71,6 +72,8 @@ class Exchange:
         codec: what this node writes payloads with; it reads all.
         report: told of what is passed over.
         gather: makes reads that do not wait for one another.
+        buffers: names of the statistics among the parameters, which travel in float32 whatever the others do;
+            :meth:`open_run` takes them from the run.
 
     Attributes:
         schemas: of the parameters in each fragment.
@@ -85,8 +88,9 @@ class Exchange:
         codec: compression.Codec,
         report: Report,
         gather: Gather = gather_on_threads,
+        buffers: Iterable[str] = (),
     ) -> None:
-        self.gather = gather
+        self.gather, self.buffers = gather, frozenset(buffers)
         self._mailbox, self._codec, self._report = mailbox, codec, report
         self.schemas = [schema.only(fragment) for fragment in fragments]
         self._schema = schema
@@ -94,7 +98,14 @@ class Exchange:
 
     # ---- the run
 
-    def open_run(self, algorithm: DiLoCo, base: Sequence[Arrays], *, embeddings: Iterable[str] = ()) -> RunRecord:
+    def open_run(
+        self,
+        algorithm: DiLoCo,
+        base: Sequence[Arrays],
+        *,
+        embeddings: Iterable[str] = (),
+        buffers: Iterable[str] = (),
+    ) -> RunRecord:
         """Return the record of the run in the mailbox; without one, make it, with ``base`` as first version.
 
         Raises:
@@ -102,6 +113,13 @@ class Exchange:
             SchemaMismatch: the run has other parameters.
             MalformedRecord: ``run.json`` is not a run's record.
         """
+        record = self._found_or_made(algorithm, base, embeddings, buffers)
+        self.buffers = frozenset(record.buffers)
+        return record
+
+    def _found_or_made(
+        self, algorithm: DiLoCo, base: Sequence[Arrays], embeddings: Iterable[str], buffers: Iterable[str]
+    ) -> RunRecord:
         data = self._mailbox.get(names.RUN, limit=RECORD_LIMIT)
         if data is None:
             refs = tuple(self.put_arrays(0, "base", f, arrays, "F32") for f, arrays in enumerate(base))
@@ -111,6 +129,8 @@ class Exchange:
                 tuple(schema.names for schema in self.schemas),
                 refs,
                 tuple(sorted(embeddings)),
+                tuple(sorted(buffers)),
+                f"{secrets.randbits(60):015x}",
             )
             if self._mailbox.put_if_absent(names.RUN, record.to_bytes()):
                 return record
@@ -227,7 +247,7 @@ class Exchange:
 
     def encoded(self, fragment: int, arrays: Arrays, dtype: WireDType) -> bytes:
         """Return the bytes of a payload of a fragment's arrays, and raise as :meth:`put_arrays` does."""
-        return self._codec.encode(encode(arrays, self.schemas[fragment], dtype))
+        return self._codec.encode(encode(arrays, self.schemas[fragment], dtype, exact=self.buffers))
 
     def packed(self, tensors: Mapping[str, TensorBytes]) -> bytes:
         """Return the bytes of a payload of tensors that are encoded."""
@@ -248,7 +268,7 @@ class Exchange:
             NonFiniteError: an array is not finite.
         """
         schema = self.schemas[fragment]
-        bound = packed_nbytes(payload_schema(schema, dtype).parameters)
+        bound = packed_nbytes(payload_schema(schema, dtype, exact=self.buffers).parameters)
         try:
             data = self._mailbox.get(ref.key, limit=bound + bound // 256 + 4096)  # what does not compress grows
         except ObjectTooLarge as error:
@@ -258,7 +278,7 @@ class Exchange:
         if len(data) != ref.nbytes or hashlib.sha256(data).hexdigest() != ref.digest:
             raise CorruptPayload(f"{ref.key} does not have the sha256 in its name")
         try:
-            return dict(decode(compression.decode(ref.key, data, max_bytes=bound), schema, dtype))
+            return dict(decode(compression.decode(ref.key, data, max_bytes=bound), schema, dtype, exact=self.buffers))
         except NonFiniteError:
             raise
         except ValueError as error:
@@ -267,7 +287,8 @@ class Exchange:
     def own_arrays(self, data: bytes, fragment: int, dtype: WireDType) -> Arrays:
         """Return what readers of a payload that this node encoded will see."""
         key = f"own{self._codec.extension}"
-        return dict(decode(compression.decode(key, data, max_bytes=1 << 62), self.schemas[fragment], dtype))
+        tensors = compression.decode(key, data, max_bytes=1 << 62)
+        return dict(decode(tensors, self.schemas[fragment], dtype, exact=self.buffers))
 
     # ---- what is no longer needed
 
@@ -336,7 +357,8 @@ def read_run(mailbox: Mailbox, schema: Schema, *, report: Report) -> tuple[RunRe
     """
     record = read_run_record(mailbox)
     require_same_parameters(record, schema)
-    return record, Exchange(mailbox, schema, record.fragments, codec=compression.Codec(), report=report)
+    codec, buffers = compression.Codec(), record.buffers
+    return record, Exchange(mailbox, schema, record.fragments, codec=codec, report=report, buffers=buffers)
 
 
 def _told(spec: tuple[str, tuple[int, ...]] | None) -> str:

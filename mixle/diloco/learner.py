@@ -79,6 +79,8 @@ class Learner:
         anchors: each fragment's parameters at its newest commit.
         versions: the rounds of those commits; negative for the base.
         seen: the newest committed round.
+        buffers: names of the statistics among the parameters, which a commit overwrites: what carrying on would add
+            to another mean may leave their range.
         clock: this process's time.
 
     Attributes:
@@ -96,12 +98,13 @@ class Learner:
         anchors: Sequence[Arrays],
         versions: Sequence[int],
         seen: int,
+        buffers: frozenset[str] = frozenset(),
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._parameters, self._algorithm, self._schedule = parameters, algorithm, algorithm.schedule
         self._fragments = [tuple(names) for names in fragments]
         self._anchors, self._versions, self.seen = list(anchors), list(versions), seen
-        self._clock = clock
+        self._buffers, self._clock = buffers, clock
         self.captured: deque[Captured] = deque()
         self.wake_node = threading.Event()
         self.others: dict[int, int] = {}
@@ -248,7 +251,12 @@ class Learner:
         taken = None if landing.taken is None else self._kept.get(landing.taken)
         reference = self._anchors[fragment] if taken is None else taken.theta
         how = self._how(landing)
-        self._parameters.align(theta, reference, how)
+        trained = {name: array for name, array in theta.items() if name not in self._buffers}
+        statistics = {name: array for name, array in theta.items() if name in self._buffers}
+        if trained:
+            self._parameters.align(trained, reference, how)
+        if statistics:
+            self._parameters.align(statistics, statistics, Overwrite())
         if not isinstance(how, Carry):
             self.tally.begin(fragment, self.tally.now())
         elif taken is not None:

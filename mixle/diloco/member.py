@@ -90,8 +90,9 @@ def join(
         keeper.tick()
         keep(keeper)
         base = [] if parameters is None else [parameters.read(names) for names in fragments]
-        embeddings = () if parameters is None else parameters.embeddings
-        run = exchange.open_run(algorithm, base, embeddings=embeddings)
+        embeddings = frozenset() if parameters is None else parameters.embeddings
+        buffers = frozenset() if parameters is None else parameters.buffers
+        run = exchange.open_run(algorithm, base, embeddings=embeddings, buffers=buffers)
         versions = Versions(exchange, run, Wire.of(algorithm), report)
         newest, held = versions.load_all()
         learner = None
@@ -105,6 +106,7 @@ def join(
                 anchors=[version.theta for version in held],
                 versions=[version.round for version in held],
                 seen=newest,
+                buffers=exchange.buffers,
                 clock=clock if training_clock is None else training_clock,
             )
         node = Node(

@@ -97,6 +97,26 @@ def merge_deltas(
     return merged
 
 
+def averaged(
+    start: NDArray[np.float32], deltas: Sequence[NDArray[np.float32]], shares: Sequence[float]
+) -> NDArray[np.float32]:
+    """Return the weighted mean of ``start - delta``, which is no less than the least of them and no more than the most.
+
+    Args:
+        start: what all deltas are taken from.
+        deltas: finite, of its shape; at least one.
+        shares: the weight of each, summing to 1.
+    """
+    with np.errstate(over="ignore"):
+        ends = [np.asarray(start - delta) for delta in deltas]
+    mean = _weighted_sum(ends, shares)[0]
+    least, most = ends[0].copy(), ends[0].copy()
+    for end in ends[1:]:
+        np.minimum(least, end, out=least)
+        np.maximum(most, end, out=most)
+    return np.clip(mean, least, most, out=mean)
+
+
 def mean_cosine(deltas: Sequence[Delta]) -> float | None:
     """Return the mean of the cosines between all pairs of deltas, each taken as one vector, in [-1, 1].
 

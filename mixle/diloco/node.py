@@ -180,8 +180,8 @@ class Node:
             if self._wire.delta == "F32":
                 return self._exchange.encoded(fragment, delta, "F32"), _Own(captured.round, None, delta, None)
             dropped = {} if residual is None else self._exchange.own_arrays(residual, fragment, self._wire.residual)
-            schema = self._exchange.schemas[fragment]
-            tensors, sent, dropped = encode_with_feedback(delta, dropped, schema, self._wire.delta)
+            schema, exact = self._exchange.schemas[fragment], self._exchange.buffers
+            tensors, sent, dropped = encode_with_feedback(delta, dropped, schema, self._wire.delta, exact=exact)
         except NonFiniteError:
             return None, _Own(captured.round, None, {}, None)
         kept = self._exchange.encoded(fragment, dropped, self._wire.residual)

@@ -33,10 +33,13 @@ class Parameters(Protocol):
     Attributes:
         schema: the trainable parameters; what is frozen does not travel.
         embeddings: names of parameters of which a step moves few rows.
+        buffers: names of those that are statistics, which no optimizer trains: sites average them, and a commit
+            overwrites them.
     """
 
     schema: Schema
     embeddings: frozenset[str]
+    buffers: frozenset[str]
 
     def read(self, names: Iterable[str]) -> Arrays:
         """Return copies of the parameters as C-contiguous float32 arrays."""
@@ -69,11 +72,12 @@ class NumpyParameters:
     Args:
         arrays: by name; kept, not copied.
         embeddings: names of those of which a step moves few rows.
+        buffers: names of those that are statistics, such as a running variance, which no optimizer trains.
         ranks: those of the site, each with the same arrays.
 
     Raises:
         TypeError: an array is of another dtype; names it.
-        ValueError: an array is read-only, or ``embeddings`` names none of them.
+        ValueError: an array is read-only, or ``embeddings`` or ``buffers`` name one that is not there.
     """
 
     _DTYPES: Mapping[str, DType] = {"float32": "F32", "float16": "F16"}
@@ -85,6 +89,7 @@ class NumpyParameters:
         arrays: Mapping[str, NDArray[np.floating]],
         *,
         embeddings: Iterable[str] = (),
+        buffers: Iterable[str] = (),
         ranks: Ranks | None = None,
     ) -> None:
         self._ranks = ranks
@@ -97,10 +102,11 @@ class NumpyParameters:
                 raise ValueError(f"{name} is read-only; give arrays that can be trained in place")
             specs.append(ParameterSpec(name, dtype, array.shape))
         self.schema = Schema(tuple(specs))
-        self.embeddings = frozenset(embeddings)
-        unknown = sorted(self.embeddings - arrays.keys())
-        if unknown:
-            raise ValueError(f"embeddings names {unknown[0]!r}, which is not among the arrays: {', '.join(arrays)}")
+        self.embeddings, self.buffers = frozenset(embeddings), frozenset(buffers)
+        for argument, named in (("embeddings", self.embeddings), ("buffers", self.buffers)):
+            unknown = sorted(named - arrays.keys())
+            if unknown:
+                raise ValueError(f"{argument} names {unknown[0]!r}, which is not among the arrays: {', '.join(arrays)}")
         self._arrays = dict(arrays)
 
     def read(self, names: Iterable[str]) -> Arrays:

@@ -40,7 +40,7 @@ class Site:
     """
 
     def __init__(self, parameters: SiteParameters, ranks: Ranks) -> None:
-        self.schema, self.embeddings = parameters.schema, parameters.embeddings
+        self.schema, self.embeddings, self.buffers = parameters.schema, parameters.embeddings, parameters.buffers
         self._parameters, self._ranks = parameters, ranks
         self._names = parameters.schema.names
         self._places = {name: place for place, name in enumerate(self._names)}

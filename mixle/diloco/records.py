@@ -36,6 +36,7 @@ SLOWEST_STEP_S = 1e9
 REASON_LIMIT = 400
 
 _HEX64 = re.compile(r"[0-9a-f]{64}")
+_RUN_ID = re.compile(r"[0-9a-f]{15}")
 T = TypeVar("T")
 
 
@@ -114,6 +115,8 @@ class RunRecord(_Record):
         fragments: the names in each fragment.
         base: where the first node put each fragment's parameters.
         embeddings: parameters of which a step moves few rows; every closer merges the same ones by the mean.
+        buffers: those that are statistics and not trained; every closer averages the same ones.
+        id: drawn when the run was made, 15 hexadecimal digits.
     """
 
     algorithm: dict[str, Any]
@@ -121,10 +124,13 @@ class RunRecord(_Record):
     fragments: tuple[tuple[str, ...], ...]
     base: tuple[PayloadRef, ...]
     embeddings: tuple[str, ...]
+    buffers: tuple[str, ...]
+    id: str
 
     @classmethod
     def _parse(cls, value: dict[str, Any]) -> RunRecord:
-        fields = _Fields(value, "run", ("algorithm", "parameters", "fragments", "base", "embeddings"))
+        known = ("algorithm", "parameters", "fragments", "base", "embeddings", "buffers", "id")
+        fields = _Fields(value, "run", known)
         algorithm = fields.value["algorithm"]
         if not isinstance(algorithm, dict):
             raise MalformedRecord("algorithm is not an object")
@@ -135,9 +141,13 @@ class RunRecord(_Record):
         if not fragments or len(base) != len(fragments) or named != [name for name, _, _ in parameters]:
             raise MalformedRecord("fragments are not a partition of the parameters, with a base each")
         embeddings = tuple(_Fields.list_of(fields.value["embeddings"], str, "embeddings"))
-        if not set(embeddings) <= set(named):
-            raise MalformedRecord("embeddings are not among the parameters")
-        return cls(algorithm, parameters, fragments, base, embeddings)
+        buffers = tuple(_Fields.list_of(fields.value["buffers"], str, "buffers"))
+        if not {*embeddings, *buffers} <= set(named):
+            raise MalformedRecord("embeddings or buffers are not among the parameters")
+        run_id = fields.text("id", 15)
+        if not _RUN_ID.fullmatch(run_id):
+            raise MalformedRecord(f"id={run_id!r} is not 15 hexadecimal digits")
+        return cls(algorithm, parameters, fragments, base, embeddings, buffers, run_id)
 
 
 @dataclass(frozen=True)

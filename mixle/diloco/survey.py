@@ -152,7 +152,7 @@ def _exchange(mailbox: Mailbox, run: RunRecord, foreign: list[str]) -> Exchange:
     def report(kind: Kind, round_: int | None, detail: dict[str, Any]) -> None:
         foreign.append(f"{detail['key']}: {detail['why']}")
 
-    return Exchange(mailbox, schema_of(run), run.fragments, codec=Codec(), report=report)
+    return Exchange(mailbox, schema_of(run), run.fragments, codec=Codec(), report=report, buffers=run.buffers)
 
 
 def _kind(key: str) -> str | None:

@@ -6,7 +6,7 @@ feedback, arXiv 1901.09847, algorithm 2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, get_args
 
 import numpy as np
@@ -28,12 +28,13 @@ from mixle.utils.exact import require_choice
 WireDType = Literal["F32", "F16", "BF16", "F8_E4M3", "F4"]
 
 
-def payload_schema(parameters: Schema, dtype: WireDType | None = None) -> Schema:
+def payload_schema(parameters: Schema, dtype: WireDType | None = None, *, exact: Collection[str] = ()) -> Schema:
     """Return the schema of the payload that carries arrays of these names and shapes, scales included.
 
     Args:
         parameters: ``F32``, ``F16`` or ``BF16``.
         dtype: how all of them travel; None leaves each its own.
+        exact: names of those that travel in ``F32`` whatever ``dtype`` is.
 
     Raises:
         ValueError: an unknown ``dtype``, or a parameter of another dtype than those above.
@@ -43,19 +44,27 @@ def payload_schema(parameters: Schema, dtype: WireDType | None = None) -> Schema
     specs: list[ParameterSpec] = []
     for spec in parameters.parameters:
         require_choice(spec.dtype, f"dtype of {spec.name}", get_args(DType))
-        if dtype == "F8_E4M3" or dtype == "F4":
+        if spec.name in exact:
+            specs.append(ParameterSpec(spec.name, "F32", spec.shape))
+        elif dtype == "F8_E4M3" or dtype == "F4":
             specs += quantized_specs(spec.name, dtype, spec.shape)
         else:
             specs.append(ParameterSpec(spec.name, dtype or spec.dtype, spec.shape))
     return Schema(tuple(sorted(specs, key=lambda spec: spec.name)))
 
 
-def encode(arrays: Mapping[str, Float32], parameters: Schema, dtype: WireDType | None = None) -> dict[str, TensorBytes]:
+def encode(
+    arrays: Mapping[str, Float32],
+    parameters: Schema,
+    dtype: WireDType | None = None,
+    *,
+    exact: Collection[str] = (),
+) -> dict[str, TensorBytes]:
     """Return the tensors that carry ``arrays``, rounded to the nearest, ties to even.
 
     Args:
         arrays: float32, of the names and shapes in ``parameters``.
-        parameters, dtype: as in :func:`payload_schema`.
+        parameters, dtype, exact: as in :func:`payload_schema`.
 
     Raises:
         TypeError: an array that is not float32.
@@ -63,7 +72,7 @@ def encode(arrays: Mapping[str, Float32], parameters: Schema, dtype: WireDType |
         NonFiniteError: an array holds NaN or infinity, or a number beyond what its dtype holds.
         ValueError: as :func:`payload_schema`.
     """
-    payload = payload_schema(parameters, dtype)
+    payload = payload_schema(parameters, dtype, exact=exact)
     _check(arrays, parameters)
     tensors: dict[str, TensorBytes] = {}
     for spec in parameters.parameters:
@@ -77,20 +86,24 @@ def encode(arrays: Mapping[str, Float32], parameters: Schema, dtype: WireDType |
 
 
 def decode(
-    tensors: Mapping[str, TensorBytes], parameters: Schema, dtype: WireDType | None = None
+    tensors: Mapping[str, TensorBytes],
+    parameters: Schema,
+    dtype: WireDType | None = None,
+    *,
+    exact: Collection[str] = (),
 ) -> dict[str, Float32]:
     """Return the float32 arrays that the tensors of a payload carry, each in memory of its own.
 
     Args:
-        tensors: those of ``payload_schema(parameters, dtype)``.
-        parameters, dtype: as in :func:`payload_schema`.
+        tensors: those of ``payload_schema(parameters, dtype, exact=exact)``.
+        parameters, dtype, exact: as in :func:`payload_schema`.
 
     Raises:
         SchemaMismatch: names tensors that are missing, too many, or of another dtype or shape.
         NonFiniteError: an array holds NaN or infinity.
         ValueError: a scale of ``F8_E4M3`` that is no power of two; or as :func:`payload_schema`.
     """
-    payload = payload_schema(parameters, dtype)
+    payload = payload_schema(parameters, dtype, exact=exact)
     validate(payload, tensors, payload.names)
     arrays: dict[str, Float32] = {}
     for spec in parameters.parameters:
@@ -108,13 +121,15 @@ def encode_with_feedback(
     dropped: Mapping[str, Float32],
     parameters: Schema,
     dtype: WireDType | None = None,
+    *,
+    exact: Collection[str] = (),
 ) -> tuple[dict[str, TensorBytes], dict[str, Float32], dict[str, Float32]]:
     """Encode ``arrays`` plus what rounding dropped before, and return what it drops now.
 
     Args:
         arrays: as in :func:`encode`; left as they are.
         dropped: what the call before returned, or nothing at first.
-        parameters, dtype: as in :func:`payload_schema`.
+        parameters, dtype, exact: as in :func:`payload_schema`.
 
     Returns:
         The tensors; by name the float32 arrays that :func:`decode` makes of them; and what these lack of the sum.
@@ -127,8 +142,8 @@ def encode_with_feedback(
         _check(dropped, parameters)
         with np.errstate(over="ignore", invalid="ignore"):  # encode() refuses what comes of it
             arrays = {name: np.asarray(array + dropped[name]) for name, array in arrays.items()}
-    tensors = encode(arrays, parameters, dtype)
-    sent = decode(tensors, parameters, dtype)
+    tensors = encode(arrays, parameters, dtype, exact=exact)
+    sent = decode(tensors, parameters, dtype, exact=exact)
     return tensors, sent, {name: np.asarray(array - sent[name]) for name, array in arrays.items()}
 
 

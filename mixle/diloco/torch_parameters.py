@@ -29,8 +29,9 @@ _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 class TorchParameters:
     """The parameters of a module that require a gradient; those that do not stay where they are.
 
-    Shared parameters travel once. Running statistics of normalization layers travel like parameters, so that they are
-    averaged; other floating-point buffers in the state dict are refused, since nothing says what merging them means.
+    Shared parameters travel once. Running means and variances of normalization layers are ``buffers``: sites average
+    them, and a commit overwrites a site's own. Integer buffers (``num_batches_tracked``) stay each site's own. Other
+    floating-point buffers in the state dict are refused, since nothing says what merging them means.
 
     Args:
         module: on any device, whole or sharded by FSDP2; moved in place, and not replaced while this lives.
@@ -47,8 +48,9 @@ class TorchParameters:
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 self._tensors[name.replace(_CHECKPOINT_PREFIX, "")] = parameter
-        for name, buffer in _running_statistics(module).items():
-            self._tensors[name.replace(_CHECKPOINT_PREFIX, "")] = buffer
+        statistics = {n.replace(_CHECKPOINT_PREFIX, ""): buffer for n, buffer in _running_statistics(module).items()}
+        self._tensors |= statistics
+        self.buffers = frozenset(statistics)
         sharded = [name for name, tensor in self._tensors.items() if isinstance(tensor, DTensor)]
         self.is_sharded = bool(sharded)
         if sharded and ranks is None:

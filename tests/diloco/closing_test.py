@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mixle.diloco import names
 from mixle.diloco.algorithm import DiLoCo
 from mixle.diloco.closing import Offer, close
-from mixle.diloco.merge import WeightedMean
+from mixle.diloco.merge import Rda, WeightedMean
 from mixle.diloco.records import PayloadRef, Snapshot
 
 MEAN = DiLoCo(4, 1, merge=WeightedMean(), outer_lr=0.7, outer_momentum=0.9)
@@ -107,3 +109,51 @@ def test_the_arguments_are_left_alone():
     )
     np.testing.assert_array_equal(theta, before[0])
     np.testing.assert_array_equal(delta, before[1])
+
+
+# ---- buffers
+
+
+def close_buffers(algorithm, held, *, master=None, quantize=None, start=1e3):
+    """Close a round of sites that hold these variances, beside a weight that they move far apart."""
+    theta = {"var": np.full(3, start, np.float32), "w": np.zeros(2, np.float32)}
+    offers = []
+    for index, values in enumerate(held):
+        delta = {"var": theta["var"] - np.float32(values), "w": np.float32([1.0, 10.0**index])}
+        offers.append(Offer(offer(f"n{index}", 0).snapshot, delta))
+    return close(
+        algorithm,
+        offers,
+        theta=theta,
+        master=theta if master is None else master,
+        momentum={name: np.zeros_like(array) for name, array in theta.items()},
+        embeddings=frozenset(),
+        quantize=quantize,
+        buffers=frozenset({"var"}),
+    )
+
+
+@pytest.mark.parametrize("algorithm", [MEAN, DiLoCo(4, 1, merge=Rda(), outer_lr=1.5)], ids=["mean", "rda"])
+def test_buffers_become_the_mean_of_what_the_sites_hold_whatever_the_outer_optimizer_is(algorithm):
+    made = close_buffers(algorithm, [[0.0, 1.0, 4.0], [1.0, 1.0, 1.0], [2.0, 1.0, 1.0]])
+    np.testing.assert_allclose(made.theta["var"], [1.0, 1.0, 2.0], rtol=1e-4)
+    assert not made.momentum["var"].any() and made.momentum["w"].all()
+
+
+@given(
+    st.lists(st.lists(st.floats(0.0, 2.0**40, width=32), min_size=3, max_size=3), min_size=1, max_size=4),
+    st.floats(0.0, 2.0**40, width=32),
+)
+def test_no_variance_that_sites_average_is_ever_negative(held, start):
+    made = close_buffers(MEAN, held, start=start)
+    assert (made.theta["var"] >= 0).all()
+    ends = np.stack([np.float32(start) - (np.float32(start) - np.float32(values)) for values in held])
+    assert (made.theta["var"] >= ends.min(0)).all() and (made.theta["var"] <= ends.max(0)).all()
+
+
+def test_clipping_and_cosines_are_those_of_the_weights():
+    held = [[1e6] * 3, [1.0] * 3]
+    made = close_buffers(MEAN, held)
+    assert [each.clipped for each in made.contributions] == [1.0, 1.0]
+    assert [each.norm for each in made.contributions] == pytest.approx([2**0.5, 101**0.5])
+    assert made.cosine == pytest.approx(11 / (2 * 101) ** 0.5, rel=1e-5)

@@ -165,3 +165,27 @@ def test_the_speed_of_a_snapshot_is_the_median_time_of_a_step_without_its_waits(
         clock.sleep(seconds)
         trainee.train(1)
     assert trainee.learner.captured[0].seconds_per_step == 2.0
+
+
+@pytest.mark.parametrize("alignment", [Carry(), Blend(0.5), Adaptive()])
+def test_a_commit_overwrites_the_buffers_whatever_becomes_of_the_weights(alignment):
+    arrays = {"var": np.full(2, 100.0, np.float32), "w": np.zeros(2, np.float32)}
+    learner = Learner(
+        NumpyParameters(arrays, buffers=["var"]),
+        DiLoCo(2, 1, alignment=alignment),
+        [("var", "w")],
+        anchors=[{name: array.copy() for name, array in arrays.items()}],
+        versions=[-1],
+        seen=-1,
+        buffers=frozenset({"var"}),
+        clock=VirtualClock(),
+    )
+    learner.step(1)
+    learner.step(1)
+    arrays["var"][:] = 1.0  # carried on, this would be 50 + 1 - 100
+    arrays["w"] += 3.0
+    learner.step(1)
+    learner.land([Landing(0, 0, {"var": np.full(2, 50.0, np.float32), "w": np.zeros(2, np.float32)}, 0, 1.0, None)])
+    learner.move()
+    np.testing.assert_array_equal(arrays["var"], [50.0, 50.0])
+    assert (arrays["w"] > 0).all()

@@ -32,7 +32,13 @@ ROUND = RoundRecord(
     4, 0, 2, "n1", REF, None, REF, None, DIGEST, (CONTRIBUTION,), (Rejection("n2", "stale: why"),), -0.5, (1.5, 0.25)
 )
 RUN = RunRecord(
-    {"sync_every": 4}, (("a", "F32", (3,)), ("b", "F32", (2, 2))), (("a",), ("b",)), (REF, REF), embeddings=("b",)
+    {"sync_every": 4},
+    (("a", "F32", (3,)), ("b", "F32", (2, 2))),
+    (("a",), ("b",)),
+    (REF, REF),
+    embeddings=("b",),
+    buffers=("a",),
+    id="0123456789abcde",
 )
 RECORDS = [SNAPSHOT, CLAIM, ROUND, RUN]
 NUMBERS = st.integers() | st.floats() | st.sampled_from([10**400, -1, COUNT_LIMIT + 1, 1e308])

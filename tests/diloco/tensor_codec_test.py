@@ -221,3 +221,14 @@ def test_a_sum_beyond_float32_is_refused():
     large = {"w": np.array([3e38], np.float32)}
     with pytest.raises(NonFiniteError):
         encode_with_feedback(large, large, single("F32", (1,)), "F4")
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16", "F8_E4M3", "F4"])
+def test_what_is_to_be_exact_travels_in_float32_beside_what_is_rounded(dtype):
+    exact = {MIXED.names[0]}
+    arrays = {name: array * np.float32(1 / 3) for name, array in values().items()}
+    tensors, sent, dropped = encode_with_feedback(arrays, {}, MIXED, dtype, exact=exact)
+    found = decode(tensors, MIXED, dtype, exact=exact)
+    np.testing.assert_array_equal(found[MIXED.names[0]], arrays[MIXED.names[0]])
+    assert not dropped[MIXED.names[0]].any() and dropped[MIXED.names[1]].any()
+    np.testing.assert_array_equal(sent[MIXED.names[1]], found[MIXED.names[1]])

@@ -8,7 +8,8 @@ import torch
 from diloco_sites import fresh_url, open_session
 from torch import nn
 
-from mixle.diloco import Carry, DiLoCo, Overwrite, align
+from mixle.diloco import Carry, DiLoCo, Overwrite, align, open_mailbox
+from mixle.diloco.records import RunRecord
 from mixle.diloco.torch_parameters import TorchParameters
 
 
@@ -128,3 +129,25 @@ def test_a_module_trains_through_a_session_and_is_found_again():
 def test_a_backend_that_the_model_is_none_of_is_refused(model, backend):
     with pytest.raises(TypeError, match=f'backend="{backend}"'):
         open_session(model, DiLoCo(4, 1), fresh_url(), backend=backend)
+
+
+@pytest.mark.parametrize("quantized", [{}, {"delta_dtype": "F4", "commit_dtype": "F4", "master_dtype": "F8_E4M3"}])
+def test_running_variances_stay_those_of_the_sites_however_far_they_move(quantized):
+    url, module = fresh_url(), nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
+    module[1].running_var.fill_(1e4)
+    with open_session(module, DiLoCo(4, 1, overlap_steps=0, **quantized), url) as session:
+        for step in range(24):
+            module[1].running_var.mul_(0.5)
+            with torch.no_grad():
+                module[0].weight += 1e-3
+            session.step()
+            if step % 4 == 3:
+                torch.testing.assert_close(
+                    module[1].running_var, torch.full((4,), 1e4 * 0.5 ** (step + 1)), rtol=0.01, atol=1e-2
+                )
+    record = RunRecord.from_bytes(open_mailbox(url).get("run.json"))
+    assert record.buffers == ("1.running_mean", "1.running_var")
+    assert torch.isfinite(module.eval()(torch.randn(8, 2))).all()
+    other = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
+    align(other, mailbox=url)
+    assert torch.equal(other[1].running_var, module[1].running_var)
