@@ -31,6 +31,7 @@ from mixle.diloco.node_thread import NodeThread
 from mixle.diloco.object_store import open_mailbox
 from mixle.diloco.parameters import Parameters, Ranks
 from mixle.diloco.ranks import PatientClock, Site
+from mixle.diloco.samples import samples_in
 from mixle.diloco.state_folder import Kept, Resumed, StateFolder
 from mixle.diloco.state_tree import frozen
 from mixle.diloco.termination import release_sigterm, take_sigterm
@@ -245,12 +246,18 @@ class Session:
 
         Args:
             train_step: takes one optimizer step.
-            samples: tells how many samples a batch has; its length by default.
+            samples: tells how many samples a batch has, with ``ranks`` that of the whole site. By default the first
+                dimension of the batch, or of the arrays and tensors in it, or the length of a list without any.
+
+        Raises:
+            TypeError, ValueError: the number of samples is not to be seen, or no positive integer; before
+                ``train_step`` is called. Otherwise as :meth:`step`.
         """
-        count: Callable[[Any], int] = len if samples is None else samples
+        count: Callable[[Any], int] = samples_in if samples is None else samples
         for batch in batches:
+            counted = require_positive_int(count(batch), "samples")
             train_step(batch)
-            self.step(count(batch))
+            self.step(counted)
 
     def serve(self) -> None:
         """Close rounds until the process is interrupted, then close the session; for ``role="syncer"``.
