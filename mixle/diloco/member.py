@@ -34,6 +34,7 @@ class Member:
         learner: the training half; None for a syncer.
         peers: who takes part.
         run: the run.
+        exchange: reads and writes it.
     """
 
     lease: Lease
@@ -43,6 +44,7 @@ class Member:
     node: Node
     peers: Peers
     run: RunRecord
+    exchange: Exchange
 
 
 def join(
@@ -127,7 +129,7 @@ def join(
         keeper.stop()
         lease.release()
         raise
-    return Member(lease, liveness, keeper, learner, node, peers, run)
+    return Member(lease, liveness, keeper, learner, node, peers, run, exchange)
 
 
 def _closes(role: Role, peers: Peers) -> Callable[[], bool]:

@@ -7,6 +7,8 @@ from typing import Any
 
 __all__ = ["samples_in"]
 
+_REMEDY = "give run() samples=, a function that tells how many samples a batch has"
+
 
 def samples_in(batch: Any) -> int:
     """Return how many samples ``batch`` has.
@@ -35,9 +37,6 @@ def samples_in(batch: Any) -> int:
     if isinstance(batch, list) and not any(_holds_arrays(each) for each in batch):
         return len(batch)
     raise TypeError(f"how many samples a batch of type {type(batch).__name__} has is not to be seen; {_REMEDY}")
-
-
-_REMEDY = "give run() samples=, a function that tells how many samples a batch has"
 
 
 def _is_array(value: Any) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 import os
 import secrets
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -26,11 +26,13 @@ from mixle.diloco.learner import Learner
 from mixle.diloco.lease import LeaseKeeper
 from mixle.diloco.mailbox import Mailbox, require_id
 from mixle.diloco.member import Member, join
+from mixle.diloco.names import RUN
 from mixle.diloco.node_info import NodeInfo, Role
 from mixle.diloco.node_thread import NodeThread
 from mixle.diloco.object_store import open_mailbox
 from mixle.diloco.parameters import Parameters, Ranks
 from mixle.diloco.ranks import PatientClock, Site
+from mixle.diloco.records import RECORD_LIMIT, RunRecord
 from mixle.diloco.samples import samples_in
 from mixle.diloco.state_folder import Kept, Resumed, StateFolder
 from mixle.diloco.state_tree import frozen
@@ -89,7 +91,7 @@ class Session:
 
     Raises:
         TypeError, ValueError: an argument that is not what it says above; a model without trainable parameters; a
-            ``state_dir`` of another run.
+            ``state_dir`` of another run or another id.
         AlgorithmMismatch, SchemaMismatch: the run in the mailbox is another.
         IdInUse: a living process has the id.
         BlockingIOError: a living process has the ``state_dir``.
@@ -148,7 +150,7 @@ class Session:
             self._begin(parameters, mailbox, codec, lease_every=lease_every, lease_timeout=lease_timeout)
 
         try:
-            self._together(begin, lambda: (-1 if self.resumed is None else self.resumed.steps,), self._resume_at)
+            self._together(begin, self._told_at_start, self._resume_at)
         except BaseException:
             if self._folder is not None:
                 self._folder.close()
@@ -168,9 +170,11 @@ class Session:
     ) -> None:
         """Join the run, on rank 0."""
         kept = None if self._folder is None else self._folder.newest()
+        store = open_mailbox(mailbox, clock=self._clock) if isinstance(mailbox, str) else mailbox
+        if kept is not None:
+            self._require_own(kept, store)
         if self.learner_id is None:
             self.learner_id = _fresh_id() if kept is None else kept.learner_id
-        store = open_mailbox(mailbox, clock=self._clock) if isinstance(mailbox, str) else mailbox
         member = join(
             parameters,
             self.algorithm,
@@ -185,14 +189,12 @@ class Session:
             keep=LeaseKeeper.start,
             training_clock=None if self._site is None else PatientClock(self._clock, self._site),
         )
-        try:
-            self._run_digest = hashlib.sha256(member.run.to_bytes()).hexdigest()
-            if kept is not None:
-                self._resume(member, kept)
-        except BaseException:
-            member.keeper.stop()
-            member.lease.release()
-            raise
+        self._run_id = member.run.id
+        if kept is not None:
+            self.resumed = Resumed(kept.steps, kept.samples, kept.state)
+            self._account.resume(kept.merged, kept.out)
+            if member.learner is not None:
+                member.learner.tally = Tally(self.algorithm.fragments, kept.samples, kept.steps)
         self._member, self._learner = member, member.learner
         self._note()
         self._report("joined", member.node.newest, {"role": self.role, "parameters": len(member.run.parameters)})
@@ -384,12 +386,15 @@ class Session:
         state = None if self._state is None else frozen(self._state())
         assert self.learner_id is not None
         steps, samples = learner.tally.steps, learner.tally.tokens
-        kept = Kept(self._run_digest, self.learner_id, steps, samples, self._account.merged, state)
+        kept = Kept(self._run_id, self.learner_id, steps, samples, 0, {}, state)
         self._pending.append((learner.published, kept))
         self._thread.wake()
 
     def _after_tick(self) -> None:
         """Do what is left to do on the node's thread."""
+        member = self._member
+        assert member is not None and self.learner_id is not None
+        self._account.settle(self.learner_id, member.node.newest, member.exchange.round_record)
         self._save_published()
         self._note()
 
@@ -398,6 +403,8 @@ class Session:
         while self._pending and self._pending[0][0] <= self._account.published:
             _, newest = self._pending.popleft()
         if newest is not None and self._folder is not None:
+            # The snapshot is published by now, so it is among those that are out, and so are those before it.
+            newest = replace(newest, merged=self._account.merged, out=self._account.out)
             self._folder.save(newest, keep=self._states_kept)
 
     def _note(self) -> None:
@@ -416,13 +423,17 @@ class Session:
         tally = self._learner.tally
         return NodeInfo(self.role, tally.steps, tally.tokens, self._account.merged)
 
-    def _resume(self, member: Member, kept: Kept) -> None:
-        if kept.run != self._run_digest:
-            raise ValueError("state_dir holds the state of another run; give each run a folder of its own")
-        self.resumed = Resumed(kept.steps, kept.samples, kept.state)
-        self._account.merged = kept.merged
-        if member.learner is not None:
-            member.learner.tally = Tally(self.algorithm.fragments, kept.samples, kept.steps)
+    def _require_own(self, kept: Kept, store: Mailbox) -> None:
+        """Check that a state on disk is this site's and of the run in the mailbox, before anything is written there."""
+        if self.learner_id is not None and self.learner_id != kept.learner_id:
+            raise ValueError(
+                f"state_dir holds the state of learner_id={kept.learner_id!r}, not of {self.learner_id!r}; give each "
+                "site a folder of its own, or leave learner_id out to go on as that one"
+            )
+        data = store.get(RUN, limit=RECORD_LIMIT)
+        run = None if data is None else RunRecord.from_bytes(data).id
+        if run != kept.run:
+            raise ValueError(_other_run("state_dir", kept.run, run))
 
     @property
     def _states_kept(self) -> int:
@@ -452,6 +463,9 @@ class Session:
             with self._site.speaking(answer):
                 act()
 
+    def _told_at_start(self) -> tuple[int, int]:
+        return -1 if self.resumed is None else self.resumed.steps, int(self._run_id, 16)
+
     def _told(self, before: int) -> tuple[int, int, int]:
         assert self._learner is not None
         captured = self._learner.tally.steps if self._learner.published != before else 0
@@ -471,10 +485,10 @@ class Session:
     def _save_after(self, steps: int) -> None:
         if steps and self._folder is not None:
             state = None if self._state is None else self._state()
-            self._folder.save(Kept("", "", steps, 0, 0, state), keep=self._states_kept)
+            self._folder.save(Kept(self._run_id, "", steps, 0, 0, {}, state), keep=self._states_kept)
 
     def _resume_at(self, told: tuple[int, ...]) -> None:
-        steps = told[0]
+        steps, self._run_id = told[0], f"{told[1]:015x}"
         if self._folder is None or steps < 0:
             return
         kept = self._folder.newest(steps)
@@ -483,6 +497,8 @@ class Session:
                 f"state_dir of rank {self._rank} lacks the state after {steps} steps that rank 0 goes on from; "
                 "bring the folder along, or remove those of all ranks to begin anew"
             )
+        if kept.run != self._run_id:
+            raise ValueError(_other_run(f"state_dir of rank {self._rank}", kept.run, self._run_id))
         self.resumed = Resumed(kept.steps, kept.samples, kept.state)
 
     def _heed_end(self, told: tuple[int, ...]) -> None:
@@ -552,6 +568,14 @@ def _refuse_contradictions(
         raise TypeError(f"state={state!r} must be a callable that returns what to remember")
     if state is not None and state_dir is None:
         raise ValueError("state= needs a state_dir to be saved in")
+
+
+def _other_run(where: str, kept: str, found: str | None) -> str:
+    there = "the mailbox holds no run" if found is None else f"the mailbox holds run {found}"
+    return (
+        f"{where} holds the state of another run: it is of run {kept}, and {there}; give each run a folder of its own, "
+        "or remove this one to begin anew"
+    )
 
 
 def _fresh_id() -> str:

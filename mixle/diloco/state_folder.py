@@ -39,13 +39,23 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Kept:
-    """A node's state at a snapshot: ``merged`` steps of its ``steps``, times fragments, are in commits."""
+    """A node's state at a snapshot.
+
+    Attributes:
+        run: the id of the run that it is of.
+        learner_id: whose it is; empty on ranks other than 0.
+        steps, samples: what it had trained.
+        merged: steps of these, times fragments, that were in commits when this was saved.
+        out: steps of its snapshots whose rounds it did not know to be committed, by round.
+        state: what its ``state()`` returned.
+    """
 
     run: str
     learner_id: str
     steps: int
     samples: int
     merged: int
+    out: dict[int, int]
     state: Any
 
 

@@ -459,6 +459,7 @@ def test_a_killed_node_goes_on_under_its_id_from_where_it_last_published(tmp_pat
         assert session.learner_id == records(url)[0].closer
         for _ in range(10):
             session.step(3)
+        wait_until(lambda: session._account.merged == 40)  # all steps that it counts, whichever process trained them
     assert [kept.name for kept in sorted(folder.glob("*.npz"))][-1] == "rank0-000000000000040.npz"
 
 
@@ -475,10 +476,25 @@ def test_the_state_of_another_run_is_refused(tmp_path):
         for _ in range(5):
             session.step()
     url = fresh_url()
-    other = {name: array + 1 for name, array in zeros().items()}
-    with pytest.raises(ValueError, match="state_dir holds the state of another run"):
-        open_session(other, BARRIER, url, state_dir=tmp_path)
-    assert [key.endswith("-released") for key in open_mailbox(url).list("leases/")] == [True]
+    with pytest.raises(ValueError, match="the mailbox holds no run; give each run a folder of its own"):
+        open_session(zeros(), BARRIER, url, state_dir=tmp_path)
+    assert open_mailbox(url).list("") == []
+    open_session(zeros(), BARRIER, url).close()  # from the same parameters, by the same algorithm
+    before = open_mailbox(url).list("")
+    with pytest.raises(ValueError, match=r"state of another run: it is of run [0-9a-f]{15}, and the mailbox holds run"):
+        open_session(zeros(), BARRIER, url, state_dir=tmp_path)
+    assert open_mailbox(url).list("") == before
+
+
+def test_the_state_of_another_site_is_refused(tmp_path):
+    url = fresh_url()
+    with open_session(zeros(), BARRIER, url, state_dir=tmp_path, learner_id="a") as session:
+        for _ in range(5):
+            session.step()
+    with pytest.raises(ValueError, match="holds the state of learner_id='a', not of 'b'; give each site"):
+        open_session(zeros(), BARRIER, url, state_dir=tmp_path, learner_id="b")
+    with open_session(zeros(), BARRIER, url, state_dir=tmp_path, learner_id="a") as session:
+        assert session.resumed.steps == 5
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path):
