@@ -32,7 +32,8 @@ handle = DiLoCoEncodedData(
 leaf = None
 for _ in range(int(rest[0]) if rest else 1):
     leaf = seq_estimate(handle, StreamingTransformerLeafEstimator(module), leaf)
-print(f"{name}: {leaf.state.step} steps, {handle.session.rounds_seen} rounds, loss {leaf.history[-1]:.3f}")
+if handle.rank == 0:  # under torchrun a site is several processes
+    print(f"{name}: {leaf.state.step} steps, {handle.session.rounds_seen} rounds, loss {leaf.history[-1]:.3f}")
 handle.leave()
 leaf.save(f"model-{name}")
 handle.close()
