@@ -58,7 +58,11 @@ def _adapted(model: Any, backend: Backend | None, ranks: Ranks | None) -> Any:
 
 
 def _checked(found: Any, more: tuple[str, ...]) -> Any:
-    missing = [name for name in ("schema", "embeddings", "buffers", "read", "align", *more) if not hasattr(found, name)]
+    missing = [
+        name
+        for name in ("schema", "embeddings", "buffers", "require_in_place", "read", "align", *more)
+        if not hasattr(found, name)
+    ]
     if missing:
         raise TypeError(
             f"model is a {type(found).__name__}, without {', '.join(missing)}; give a torch.nn.Module, a mapping of "

@@ -139,6 +139,7 @@ class Learner:
 
         Raises:
             TypeError, ValueError: ``samples`` is not a positive exact integer; nothing is counted.
+            RuntimeError: the model holds another object in the place of a parameter that is to be copied or moved.
             BaseException: what stopped the node.
         """
         self.tally.add(samples)
@@ -215,6 +216,7 @@ class Learner:
 
     def _capture(self, round_: int, *, final: bool) -> None:
         fragment = self._schedule.fragment(round_)
+        self._parameters.require_in_place(self._fragments[fragment])
         captured = Captured(
             round_,
             fragment,
@@ -248,6 +250,7 @@ class Learner:
 
     def _move_to(self, landing: Landing, theta: Arrays) -> None:
         fragment = landing.fragment
+        self._parameters.require_in_place(self._fragments[fragment])
         taken = None if landing.taken is None else self._kept.get(landing.taken)
         reference = self._anchors[fragment] if taken is None else taken.theta
         how = self._how(landing)

@@ -41,6 +41,14 @@ class Parameters(Protocol):
     embeddings: frozenset[str]
     buffers: frozenset[str]
 
+    def require_in_place(self, names: Iterable[str]) -> None:
+        """Check that the model still holds these parameters, and not others in their place; called once per fragment.
+
+        Raises:
+            RuntimeError: one was replaced, so that what is trained is not what would be sent; names it.
+        """
+        ...
+
     def read(self, names: Iterable[str]) -> Arrays:
         """Return copies of the parameters as C-contiguous float32 arrays."""
         ...
@@ -66,11 +74,19 @@ class SiteParameters(Parameters, Protocol):
         ...
 
 
+def replaced(name: str, in_place: str) -> RuntimeError:
+    """Return the error for a parameter that is another object than the one that the session joined with."""
+    return RuntimeError(
+        f"parameter {name!r} was replaced since the session joined, so what is trained is not what would be sent; "
+        f"change it in place ({in_place}), or make the session after replacing it"
+    )
+
+
 class NumpyParameters:
     """Arrays that their owner trains in place: float32 or float16, writable.
 
     Args:
-        arrays: by name; kept, not copied.
+        arrays: by name; kept, not copied, and not replaced while this lives.
         embeddings: names of those of which a step moves few rows.
         buffers: names of those that are statistics, such as a running variance, which no optimizer trains.
         ranks: those of the site, each with the same arrays.
@@ -107,7 +123,13 @@ class NumpyParameters:
             unknown = sorted(named - arrays.keys())
             if unknown:
                 raise ValueError(f"{argument} names {unknown[0]!r}, which is not among the arrays: {', '.join(arrays)}")
-        self._arrays = dict(arrays)
+        self._given, self._arrays = arrays, dict(arrays)
+
+    def require_in_place(self, names: Iterable[str]) -> None:
+        """Check that the mapping still holds the arrays that it held."""
+        for name in names:
+            if self._given.get(name) is not self._arrays[name]:
+                raise replaced(name, "model[name][...] = value")
 
     def read(self, names: Iterable[str]) -> Arrays:
         """Return copies, float32."""

@@ -61,6 +61,10 @@ class Site:
             raise
         self._tell(_DONE, *numbers)
 
+    def require_in_place(self, names: Iterable[str]) -> None:
+        """Check that this rank's model still holds these parameters."""
+        self._parameters.require_in_place(names)
+
     def read(self, names: Iterable[str]) -> Arrays:
         """Return the whole parameters, on rank 0."""
         asked = list(names)

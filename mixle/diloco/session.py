@@ -217,7 +217,8 @@ class Session:
 
         Raises:
             TypeError, ValueError: ``samples`` is not a positive exact integer.
-            RuntimeError: the session is closed, or only closes rounds.
+            RuntimeError: the session is closed, or only closes rounds; or a parameter was replaced by another object
+                since the session joined, and not changed in place.
             MailboxError, IdInUse: why the session stopped.
             SiteError: on ranks other than 0, that rank 0 failed.
         """

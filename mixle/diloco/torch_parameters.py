@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mixle.diloco.alignment import Blend, Carry, Overwrite, align
-from mixle.diloco.parameters import Arrays
+from mixle.diloco.parameters import Arrays, replaced
 from mixle.diloco.serialization import DType, ParameterSpec, Schema
 from mixle.diloco.torch_ranks import TorchRanks
 
@@ -45,12 +45,18 @@ class TorchParameters:
     def __init__(self, module: nn.Module, *, ranks: TorchRanks | None = None) -> None:
         self._ranks = ranks
         self._tensors: dict[str, Tensor] = {}
+        self._module, self._places = module, dict[str, tuple[str, str]]()
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 self._tensors[name.replace(_CHECKPOINT_PREFIX, "")] = parameter
         statistics = {n.replace(_CHECKPOINT_PREFIX, ""): buffer for n, buffer in _running_statistics(module).items()}
         self._tensors |= statistics
         self.buffers = frozenset(statistics)
+        for prefix, part in module.named_modules():
+            for own in (*part._parameters, *part._buffers):
+                name = (f"{prefix}.{own}" if prefix else own).replace(_CHECKPOINT_PREFIX, "")
+                if name in self._tensors:
+                    self._places[name] = (prefix, own)
         sharded = [name for name, tensor in self._tensors.items() if isinstance(tensor, DTensor)]
         self.is_sharded = bool(sharded)
         if sharded and ranks is None:
@@ -67,6 +73,24 @@ class TorchParameters:
         self.schema = Schema(tuple(specs))
         rows = {id(p) for part in module.modules() if isinstance(part, _EMBEDDINGS) for p in part.parameters()}
         self.embeddings = frozenset(name for name, tensor in self._tensors.items() if id(tensor) in rows)
+
+    def require_in_place(self, names: Iterable[str]) -> None:
+        """Check that the module still holds the tensors that it held."""
+        for name in names:
+            tensor, found = self._tensors[name], self._found(*self._places[name])
+            # Between a forward and a backward pass FSDP2 shows the gathered parameter in the place of its shard.
+            gathered = isinstance(tensor, DTensor) and (
+                not isinstance(found, DTensor) or found.device_mesh != tensor.device_mesh
+            )
+            if found is not tensor and not (gathered and found is not None):
+                raise replaced(name, "tensor.copy_(value)")
+
+    def _found(self, prefix: str, own: str) -> Tensor | None:
+        """Return what the module holds now in a place, None if nothing."""
+        try:
+            return getattr(self._module.get_submodule(prefix), own, None)
+        except AttributeError:
+            return None
 
     @torch.no_grad()
     def read(self, names: Iterable[str]) -> Arrays:
