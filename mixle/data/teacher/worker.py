@@ -302,10 +302,11 @@ class Worker:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         earlier = next(self._signals_seen)  # counted in one step: the handler of another signal may run within this one
-        if (earlier or self._demand.ended) and self._calling:
+        ended = self._demand.ended
+        self._request_stop()  # in each: a second signal may cut the handler of the first short
+        if (earlier or ended) and self._calling:
             self._calling = False
             raise Interrupted
-        self._request_stop()
 
     # ---- what the broker says
 

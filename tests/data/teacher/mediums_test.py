@@ -10,7 +10,7 @@ from mixle.data.teacher.layout import SlotLayout
 from mixle.data.teacher.mediums import FileMedium, Medium, MediumBase, SharedMemoryManager
 from mixle.data.teacher.specs import BatchConfig, TensorSpec
 
-RUN = "0123abcd"
+RUN = f"{os.getpid():08x}"  # one that no other test has now
 CONFIG = BatchConfig([TensorSpec("x", (2, 3), "bfloat16"), TensorSpec("y", (), "bool")])
 STRIDE = SlotLayout.of(CONFIG).stride
 
@@ -108,7 +108,7 @@ def test_a_stride_that_is_not_the_configs_is_refused(kind):
     with pytest.raises(TypeError, match="must be a BatchConfig or None"):
         kind(2, 64, batch_config=CONFIG.to_dict())
     with pytest.raises(ValueError, match="is for read_only=False"):
-        kind(2, 64, name="mx0123abcd-1-123456")
+        kind(2, 64, name=f"mx{RUN}-1-123456")
 
 
 @pytest.mark.parametrize("slot", [-1, 2, 2**70])
@@ -125,7 +125,7 @@ def test_a_worker_attaches_no_path_that_a_peer_names(kind, name):
 
 def test_a_worker_attaches_nothing_of_another_run_process_or_size(kind):
     with kind(2, 64, run_id="ffffffff") as medium:
-        with pytest.raises(ValueError, match="is a segment of run ffffffff, not of this run, 0123abcd"):
+        with pytest.raises(ValueError, match="is a segment of run ffffffff, not of this run, " + RUN):
             kind.attach(medium.buf_name, 2, 64, run_id=RUN)
         with pytest.raises(ValueError, match="is a segment of process"):
             kind.attach(medium.buf_name, 2, 64, pid=1)

@@ -20,6 +20,7 @@ from teacher_broker import PATIENCE_S, RUN_ID, FakeBroker, endpoints
 
 from mixle.data.teacher import messages
 from mixle.data.teacher.errors import BrokerUnreachable, RequestRefused
+from mixle.data.teacher.generation import Interrupted
 from mixle.data.teacher.layout import SlotLayout
 from mixle.data.teacher.messages import DONE, FAILED, MAX_PIECES, SKIPPED, ModelState, SegmentInfo, WorkPiece
 from mixle.data.teacher.run import ProcessIdentity, process_identity
@@ -496,6 +497,23 @@ def test_a_second_signal_abandons_the_sample_and_the_process_exits_well(
         assert process.returncode == 0, error
         assert "abandoned {'slots': 4}" in out
         assert not student.is_complete(piece)
+
+
+def test_a_second_signal_that_cuts_the_first_ones_handler_short_stops_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = Worker(constant, 64)
+    request_stop = worker._request_stop
+
+    def interrupted() -> None:
+        monkeypatch.setattr(worker, "_request_stop", request_stop)
+        worker._on_signal(signal.SIGINT, None)
+
+    monkeypatch.setattr(worker, "_request_stop", interrupted)
+    worker._calling = True
+    with pytest.raises(Interrupted):
+        worker._on_signal(signal.SIGTERM, None)
+    assert worker._demand.ended
 
 
 def test_a_worker_that_finds_no_broker_says_so_by_the_deadline(addresses: tuple[str, str]) -> None:
