@@ -218,6 +218,11 @@ class Lease:
         return self._epoch
 
     @property
+    def nonce(self) -> bytes:
+        """Return what this lease's objects begin with, and no other's (:func:`read_nonce`)."""
+        return self._nonce
+
+    @property
     def held(self) -> bool:
         """Tell whether the id was acquired and not released."""
         return self._epoch is not None
@@ -373,6 +378,15 @@ class LeaseKeeper:
             except (IdInUse, MailboxError):
                 logger.exception("the lease of %s is not renewed any more", self._lease.learner_id)
                 return
+
+
+def read_nonce(mailbox: Mailbox, learner_id: str) -> bytes | None:
+    """Return the nonce of the process that has an id, None if nothing is there to read."""
+    require_id(learner_id, "learner_id")
+    keys = [key for key in mailbox.list(f"{LEASES}{learner_id}/") if _KEY.fullmatch(key)]
+    newest = [key for key in keys if key.rpartition("-")[0] == keys[-1].rpartition("-")[0]]
+    data = mailbox.get(newest[0], limit=1 << 16) if newest else None  # an epoch's first object stays, those after it come and go
+    return None if data is None else data.partition(b"\n")[0]
 
 
 def read_info(mailbox: Mailbox, learner_id: str, *, limit: int = 1 << 16) -> bytes | None:

@@ -45,6 +45,18 @@ _CLOCK = ".clock"
 _SCHEMES = ("memory", "file", "s3", "gs", "az")
 _STATUS = re.compile(r"status code: (\d{3})")
 _RETRIED_STATUSES = {408, 409, 425, 429, 500, 502, 503, 504}
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": (),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+_VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+_METADATA = "169.254.169.254"
+_CREDENTIALS = (
+    ("AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", "S3"),
+    ("GOOGLE_APPLICATION_CREDENTIALS", "GCS"),
+    ("AZURE_STORAGE_ACCOUNT_KEY", "Azure"),
+)
 _NO_BUCKET = ("NoSuchBucket", "The specified bucket does not exist", "ContainerNotFound", "ContainerBeingDeleted")
 
 _memory: dict[str, MemoryMailbox] = {}
@@ -52,26 +64,37 @@ _memory_lock = threading.Lock()
 
 
 def open_mailbox(
-    url: str, *, deadline_s: float = 30.0, part_bytes: int = PART_BYTES, clock: Clock = SYSTEM_CLOCK
+    url: str | os.PathLike[str], *, deadline_s: float = 30.0, part_bytes: int = PART_BYTES, clock: Clock = SYSTEM_CLOCK
 ) -> RetryingMailbox:
     """Open the mailbox at ``url``; nothing is asked of a remote store yet.
 
     Args:
         url: ``memory://name`` (shared by this process, and gone with it), ``file:///folder`` (made if it is missing,
-            private to its user), ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
+            private to its user), ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``; or the
+            path of a folder, such as a :class:`pathlib.Path`.
         deadline_s: how long transient errors of one call are retried.
         part_bytes: larger objects go up, and come down, in parallel parts.
         clock: what the pauses between retries are taken on.
 
     Raises:
-        ValueError: the address is none of these, or the environment lacks what its store needs.
+        TypeError: ``url`` is neither a string nor a path.
+        ValueError: the address is none of these, or the environment lacks what its store needs, or names an endpoint
+            that is no URL.
         ImportError: a cloud's address, and obstore is not installed.
         PermanentMailboxError: the folder cannot be used.
     """
+    require_exact_int(part_bytes, "part_bytes", minimum=_SMALLEST_PART)
+    if isinstance(url, os.PathLike):
+        url = _url_of(url)
     if not isinstance(url, str):
         raise TypeError(f"mailbox={url!r} must be a string such as 's3://bucket/prefix', not {type(url).__name__}")
-    require_exact_int(part_bytes, "part_bytes", minimum=_SMALLEST_PART)
     return RetryingMailbox(_open(url, part_bytes), deadline_s=deadline_s, clock=clock)
+
+
+def _url_of(path: os.PathLike[str]) -> str:
+    if os.fspath(path).startswith(tuple(f"{scheme}:" for scheme in _SCHEMES)):
+        raise ValueError(f"mailbox={path!r} is a URL that a path has mangled; give it as a string")
+    return Path(path).absolute().as_uri()
 
 
 def _open(url: str, part_bytes: int) -> Mailbox:
@@ -100,8 +123,8 @@ def _connect(scheme: str, bucket: str, prefix: str | None) -> Store:
     """Make obstore's store, without its retries: ours know which write they repeat, and are counted."""
     stores = optional_import("obstore.store", extra="diloco")
     exceptions = optional_import("obstore.exceptions", extra="diloco")
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    plain = scheme == "s3" and endpoint.startswith("http://")
+    endpoints = _endpoints(scheme)
+    plain = scheme == "s3" and bool(endpoints) and endpoints[0].startswith("http://")
     kind = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[scheme]
     client: dict[str, Any] = {"connect_timeout": "5s", "timeout": "60s"}
     try:
@@ -113,6 +136,45 @@ def _connect(scheme: str, bucket: str, prefix: str | None) -> Store:
         )
     except exceptions.BaseError as error:
         raise ValueError(f"{scheme}://{bucket} cannot be opened: {_said(error)}") from error
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        raise ValueError(
+            f"{scheme}://{bucket} cannot be opened, obstore broke down over its settings ({_said(error)}); look at the "
+            f"variables of the environment that begin with {_VARIABLES[scheme]}"
+        ) from error
+
+
+def _endpoints(scheme: str) -> list[str]:
+    """Return the addresses of servers in the environment that count for a store, the one that it uses first.
+
+    Raises:
+        ValueError: one is no URL, over which the client would break down at its first request.
+    """
+    found = []
+    for variable in _ENDPOINTS[scheme]:
+        value = os.environ.get(variable)
+        if value is None:
+            continue
+        try:
+            parts = urlsplit(value)
+            is_url = (
+                parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+            )
+        except ValueError:
+            is_url = False
+        if not is_url or any(c.isspace() for c in value):
+            raise ValueError(
+                f"{variable}={value!r} in the environment must be the URL of a server, such as 'http://127.0.0.1:9000' "
+                "or 'https://s3.example.org'; correct or unset it"
+            )
+        found.append(value)
+    return found
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Tell whether the client's own code broke down; its error is no Exception, and its class cannot be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 class ObjectStoreMailbox:
@@ -249,7 +311,21 @@ class ObjectStoreMailbox:
             status = _STATUS.search(str(error))
             final = isinstance(error, refusals) or (status is not None and int(status[1]) not in _RETRIED_STATUSES)
             kind = PermanentMailboxError if final else TransientMailboxError
-            raise kind(f"{doing}: {_said(error)}") from error
+            raise kind(f"{doing}: {_said(error)}{_hint(str(error))}") from error
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            raise PermanentMailboxError(f"{doing}: obstore broke down: {_said(error)}") from error
+
+
+def _hint(told: str) -> str:
+    """Return what to do where the client found no credentials and asked the machine for its role's."""
+    if _METADATA not in told:
+        return ""
+    for variables, read_by in _CREDENTIALS:
+        if read_by in told:
+            return f" (no credentials in the environment, so the machine was asked for its role's; set {variables})"
+    return ""
 
 
 def _listed(obstore: Any, store: Store, prefix: str, after: str, limit: int | None) -> list[str]:

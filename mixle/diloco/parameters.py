@@ -82,6 +82,18 @@ def replaced(name: str, in_place: str) -> RuntimeError:
     )
 
 
+def _require_array(name: object, array: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"model has the key {name!r}, a {type(name).__name__}; give arrays by name")
+    if type(array).__module__.partition(".")[0] == "torch":
+        raise TypeError(
+            f"model[{name!r}] is a torch {type(array).__name__}; give the module itself, not its state_dict() or its "
+            "tensors"
+        )
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"model[{name!r}] is a {type(array).__name__}; give a numpy array, float32 or float16")
+
+
 class NumpyParameters:
     """Arrays that their owner trains in place: float32 or float16, writable.
 
@@ -92,7 +104,7 @@ class NumpyParameters:
         ranks: those of the site, each with the same arrays.
 
     Raises:
-        TypeError: an array is of another dtype; names it.
+        TypeError: a value is no array, or of another dtype; names it.
         ValueError: an array is read-only, or ``embeddings`` or ``buffers`` name one that is not there.
     """
 
@@ -110,6 +122,8 @@ class NumpyParameters:
     ) -> None:
         self._ranks = ranks
         specs = []
+        for name, array in arrays.items():
+            _require_array(name, array)
         for name, array in sorted(arrays.items()):
             dtype = self._DTYPES.get(str(array.dtype))
             if dtype is None:

@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 2.0
+WARN_AFTER_S = 2.0
 PAGE = 1000
 _STRAYS_KEPT = 1000
 
@@ -202,7 +203,8 @@ class RetryingMailbox:
         return self._retried(attempt, "clock()")
 
     def _retried(self, attempt: Callable[[], T], call: str) -> T:
-        tries, first_failure = 0, 0.0
+        tries, first_failure, warned = 0, 0.0, False
+        began = self._clock.monotonic()
         while True:
             try:
                 return attempt()
@@ -217,6 +219,15 @@ class RetryingMailbox:
                         f"(deadline_s={self._deadline_s:g}): {error}"
                     ) from error
                 logger.debug("%s failed, again in %.2f s: %s", call, delay, error)
+                if not warned and now - began >= WARN_AFTER_S:
+                    warned = True
+                    logger.warning(
+                        "%s has failed for %.1f s and is tried again for up to %g s: %s",
+                        call,
+                        now - began,
+                        self._deadline_s,
+                        error,
+                    )
                 self._count(retries=1)
             self._clock.sleep(delay)
 

@@ -23,7 +23,7 @@ from mixle.diloco.compression import Codec, Compression
 from mixle.diloco.events import Callback, Event, Kind, log_events
 from mixle.diloco.exchange import read_run
 from mixle.diloco.learner import Learner
-from mixle.diloco.lease import LeaseKeeper
+from mixle.diloco.lease import IdInUse, LeaseKeeper, read_nonce
 from mixle.diloco.mailbox import Mailbox, require_id
 from mixle.diloco.member import Member, join
 from mixle.diloco.names import RUN
@@ -49,6 +49,10 @@ logger = logging.getLogger(__name__)
 FLUSH_S = 60.0
 HASTY_FLUSH_S = 5.0
 B = TypeVar("B")
+_open_here: set[tuple[int, bytes]] = set()
+"""Process id, since a fork inherits this, and the lease's nonce of every session that is not closed."""
+
+MailboxLike = str | os.PathLike[str] | Mailbox
 
 
 class Session:
@@ -64,7 +68,7 @@ class Session:
             :class:`~mixle.diloco.parameters.Parameters`; moved in place. A syncer needs none: None takes the
             parameters from the run, which must be there.
         algorithm: of the run; the same at every site.
-        mailbox: a URL (:func:`~mixle.diloco.object_store.open_mailbox`) or a mailbox.
+        mailbox: a URL or a folder's path (:func:`~mixle.diloco.object_store.open_mailbox`), or a mailbox.
         learner_id: this site's id, unique among the living; if None, that in ``state_dir``, or else drawn.
         poll_interval: seconds between looks at the mailbox.
         backend: which of the above the model is: ``"torch"``, ``"numpy"``, or a callable that returns its
@@ -105,7 +109,7 @@ class Session:
         model: Any,
         *,
         algorithm: DiLoCo,
-        mailbox: str | Mailbox,
+        mailbox: MailboxLike,
         learner_id: str | None = None,
         poll_interval: float = 1.0,
         backend: Backend | None = None,
@@ -162,7 +166,7 @@ class Session:
     def _begin(
         self,
         parameters: Parameters | None,
-        mailbox: str | Mailbox,
+        mailbox: MailboxLike,
         codec: Codec,
         *,
         lease_every: float,
@@ -170,25 +174,34 @@ class Session:
     ) -> None:
         """Join the run, on rank 0."""
         kept = None if self._folder is None else self._folder.newest()
-        store = open_mailbox(mailbox, clock=self._clock) if isinstance(mailbox, str) else mailbox
+        store = _opened(mailbox, self._clock)
         if kept is not None:
             self._require_own(kept, store)
         if self.learner_id is None:
             self.learner_id = _fresh_id() if kept is None else kept.learner_id
-        member = join(
-            parameters,
-            self.algorithm,
-            mailbox=store,
-            name=self.learner_id,
-            role=self.role,
-            codec=codec,
-            lease_every=lease_every,
-            lease_timeout=lease_timeout,
-            clock=self._clock,
-            report=self._report,
-            keep=LeaseKeeper.start,
-            training_clock=None if self._site is None else PatientClock(self._clock, self._site),
-        )
+        try:
+            member = join(
+                parameters,
+                self.algorithm,
+                mailbox=store,
+                name=self.learner_id,
+                role=self.role,
+                codec=codec,
+                lease_every=lease_every,
+                lease_timeout=lease_timeout,
+                clock=self._clock,
+                report=self._report,
+                keep=LeaseKeeper.start,
+                training_clock=None if self._site is None else PatientClock(self._clock, self._site),
+            )
+        except IdInUse:
+            if (os.getpid(), read_nonce(store, self.learner_id)) not in _open_here:
+                raise
+            raise IdInUse(
+                f"learner_id={self.learner_id!r} is in use: a session of this process that is not closed holds it; "
+                "close() that one first"
+            ) from None
+        _open_here.add((os.getpid(), member.lease.nonce))
         self._run_id = member.run.id
         if kept is not None:
             self.resumed = Resumed(kept.steps, kept.samples, kept.state)
@@ -319,6 +332,8 @@ class Session:
         return self._flushed
 
     def __enter__(self) -> Self:
+        if self._closed:
+            raise RuntimeError("the session is closed; make another to go on")
         return self
 
     def __exit__(
@@ -368,6 +383,7 @@ class Session:
             release_sigterm()
         if self._member is not None:
             self._thread.stop(self._info().to_bytes())
+            _open_here.discard((os.getpid(), self._member.lease.nonce))
             self._save_published()
             self._report("left", self._member.node.newest, {})
         if self._folder is not None:
@@ -507,7 +523,7 @@ class Session:
         self._save_after(told[2])
 
 
-def align(model: Any, *, mailbox: str | Mailbox, backend: Backend | None = None, ranks: Ranks | None = None) -> int:
+def align(model: Any, *, mailbox: MailboxLike, backend: Backend | None = None, ranks: Ranks | None = None) -> int:
     """Move ``model`` to the newest version in ``mailbox``, for evaluation, and return its round; -1 if there is none.
 
     Args:
@@ -531,8 +547,8 @@ def align(model: Any, *, mailbox: str | Mailbox, backend: Backend | None = None,
     return round_
 
 
-def _align(parameters: Parameters, mailbox: str | Mailbox) -> int:
-    store = open_mailbox(mailbox) if isinstance(mailbox, str) else mailbox
+def _align(parameters: Parameters, mailbox: MailboxLike) -> int:
+    store = _opened(mailbox, SYSTEM_CLOCK)
 
     def report(kind: Kind, round_: int | None, detail: dict[str, Any]) -> None:
         log_events(Event(kind, "align", round_, detail))
@@ -543,6 +559,18 @@ def _align(parameters: Parameters, mailbox: str | Mailbox) -> int:
     for version in held:
         parameters.align(version.theta, version.theta, Overwrite())
     return newest
+
+
+def _opened(mailbox: MailboxLike, clock: Clock) -> Mailbox:
+    if isinstance(mailbox, str | os.PathLike):
+        return open_mailbox(mailbox, clock=clock)
+    missing = [name for name in ("put_if_absent", "get", "list", "delete", "clock") if not hasattr(mailbox, name)]
+    if missing:
+        raise TypeError(
+            f"mailbox={mailbox!r} must be a URL such as 's3://bucket/prefix', the path of a folder, or a mailbox; a "
+            f"{type(mailbox).__name__} has no {', '.join(missing)}"
+        )
+    return mailbox
 
 
 def _require_callables(callbacks: object) -> tuple[Callback, ...]:

@@ -66,6 +66,10 @@ def from_bytes(data: bytes) -> Any:
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as stored:
             return _restored(json.loads(stored[_TREE].tobytes()), stored.__getitem__)
+    except ValueError as error:
+        # What numpy says of a file that is none of its own invites to execute it.
+        why = "no .npz file of numbers" if "pickle" in str(error) else str(error)
+        raise ValueError(f"not a stored state: {why}") from None
     except (KeyError, IndexError, TypeError, RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
         raise ValueError(f"not a stored state: {error}") from error
 
@@ -133,11 +137,11 @@ def _restored(told: Any, array: Callable[[str], np.ndarray]) -> Any:
             flat = torch.from_numpy(array(name).copy())
             wanted = _dtype_of(torch, dtype)
             return flat.view(wanted).reshape(shape) if flat.numel() else torch.empty(shape, dtype=wanted)
-    raise ValueError(f"not a stored state: {told!r:.100}")
+    raise ValueError(f"{told!r:.100} says of nothing what it is")
 
 
 def _dtype_of(torch: Any, name: str) -> Any:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"not a stored state: dtype {name!r:.100}")
+        raise ValueError(f"dtype {name!r:.100}")
     return dtype

@@ -6,6 +6,7 @@ import hashlib
 import os
 import sys
 import uuid
+from pathlib import Path
 
 import pytest
 from moto_server import BUCKET, environment, moto_server, request
@@ -221,3 +222,73 @@ def test_a_store_whose_bulk_delete_stops_at_a_missing_object_deletes_the_rest(tm
         mailbox.put_if_absent(key, b"")
     mailbox.delete(["a", "b", "c"])
     assert mailbox.list("") == ["d"]
+
+
+# ---- what the environment says
+
+
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
+
+
+@pytest.mark.parametrize(
+    "value", ["127.0.0.1:5917", "localhost:5917", "http://", "", " http://x", "ftp://x", "http://x:y"]
+)
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"])
+def test_an_endpoint_that_is_no_url_is_refused_by_the_name_of_its_variable(monkeypatch, variable, value):
+    for other in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"^{variable}='{value}' in the environment must be the URL of a server"):
+        open_mailbox("s3://bucket/prefix")
+    open_mailbox("memory://elsewhere")
+
+
+def test_an_azure_endpoint_is_checked_too(monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", "127.0.0.1:10000")
+    with pytest.raises(ValueError, match="AZURE_STORAGE_ENDPOINT='127"):
+        open_mailbox("az://container/prefix")
+
+
+class PanicException(BaseException):
+    """As the client's is, which nobody can import."""
+
+
+def test_a_client_that_breaks_down_as_it_is_made_is_a_wrong_setting(monkeypatch):
+    import obstore.store
+
+    def broken(*arguments, **options):
+        raise PanicException("unwrap on an Err")
+
+    monkeypatch.setattr(obstore.store, "S3Store", broken)
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"s3://bucket cannot be opened, .*unwrap on an Err.* begin with AWS_"):
+        open_mailbox("s3://bucket/prefix")
+
+
+def test_a_client_that_breaks_down_in_a_request_is_an_error_of_the_store():
+    from obstore.store import S3Store
+
+    store = S3Store("bucket", endpoint="localhost", access_key_id="a", secret_access_key="b", region="us-east-1")
+    with pytest.raises(PermanentMailboxError, match="list a/: obstore broke down"):
+        ObjectStoreMailbox(store).list("a/")
+
+
+def test_who_has_no_credentials_is_told_which_to_set(monkeypatch):
+    from obstore import exceptions
+    from obstore.store import S3Store
+
+    mailbox = ObjectStoreMailbox(S3Store("bucket", access_key_id="a", secret_access_key="b", region="us-east-1"))
+
+    def refused(*arguments, **options):
+        raise exceptions.GenericError("Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token")
+
+    monkeypatch.setattr(mailbox._obstore, "get", refused)
+    with pytest.raises(TransientMailboxError, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+        mailbox.get("a")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "file:///data/run"])
+def test_a_url_that_was_made_a_path_is_refused(url):
+    with pytest.raises(ValueError, match="is a URL that a path has mangled; give it as a string"):
+        open_mailbox(Path(url))

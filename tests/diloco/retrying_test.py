@@ -137,3 +137,22 @@ def test_the_same_seed_gives_the_same_faults(seed):
         return mailbox.list(""), mailbox.traffic, clock.monotonic(), faulty.injected
 
     assert run() == run()
+
+
+@pytest.mark.parametrize(("outage_s", "warnings"), [(1.0, 0), (20.0, 1)])
+def test_a_store_that_stays_away_is_said_so_once_and_soon(caplog, outage_s, warnings):
+    clock = VirtualClock()
+
+    class Away(MemoryMailbox):
+        def get(self, key, *, limit=None):
+            if clock.monotonic() < outage_s:
+                raise TransientMailboxError("refused")
+            return super().get(key, limit=limit)
+
+    with caplog.at_level("WARNING"):
+        assert around(Away(), clock=clock).get("a") is None
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == warnings
+    for each in told:
+        assert each.startswith("get('a') has failed for ") and each.endswith("s: refused")
+        assert 2.0 <= float(each.split()[4]) <= 4.0

@@ -242,6 +242,9 @@ def test_another_algorithm_is_refused_by_the_name_of_the_argument():
         ({"model": 3}, TypeError, "model is a int"),
         ({"model": {}}, ValueError, "no trainable parameter"),
         ({"model": {"a": np.zeros(2)}}, TypeError, "a is float64"),
+        ({"model": {"a": [1.0, 2.0]}}, TypeError, r"model\['a'\] is a list; give a numpy array"),
+        ({"model": {1: np.zeros(2, np.float32)}}, TypeError, "model has the key 1, a int"),
+        ({"mailbox": 3}, TypeError, "mailbox=3 must be a URL such as .*; a int has no put_if_absent"),
         ({"state": dict}, ValueError, "state= needs a state_dir"),
         ({"lease_timeout": 0.1, "lease_every": 0.1}, ValueError, "must be at least twice"),
     ],
@@ -268,10 +271,32 @@ def test_a_callable_backend_returns_the_parameters():
 # ---- ids, roles, batch sizes
 
 
-def test_a_second_process_under_one_id_is_refused():
+def test_a_second_process_under_one_id_is_refused(tmp_path):
+    url = f"file://{tmp_path}"
+    other = start("hold", url)
+    try:
+        assert other.stdout.readline() == b"ready\n", other.stderr.read().decode()
+        with pytest.raises(IdInUse, match="learner_id='a' is in use: another process renews its lease"):
+            Session({"w": np.zeros(3, np.float32)}, algorithm=DiLoCo(5, 1), mailbox=url, learner_id="a")
+    finally:
+        other.kill()
+        other.communicate()
+
+
+def test_a_session_of_this_process_that_still_has_the_id_is_told_from_another_process():
     url = fresh_url()
-    with open_session(zeros(), BARRIER, url, learner_id="a"), pytest.raises(IdInUse, match="learner_id='a' is in use"):
+    with (
+        open_session(zeros(), BARRIER, url, learner_id="a"),
+        pytest.raises(IdInUse, match="learner_id='a' is in use: a session of this process that is not closed holds it"),
+    ):
         open_session(zeros(), BARRIER, url, learner_id="a")
+    open_session(zeros(), BARRIER, url, learner_id="a").close()
+
+
+def test_the_path_of_a_folder_is_a_mailbox(tmp_path):
+    open_session(zeros(), BARRIER, tmp_path / "my run").close()
+    assert align(zeros(), mailbox=tmp_path / "my run") == -1
+    assert "run.json" in open_mailbox(f"file://{tmp_path}/my%20run").list("")
 
 
 def test_a_syncer_closes_rounds_without_a_model():
@@ -349,6 +374,13 @@ def test_a_closed_session_takes_no_steps():
     assert session.close()
 
 
+def test_a_closed_session_is_not_entered():
+    session = open_session(zeros(), BARRIER, fresh_url())
+    session.close()
+    with pytest.raises(RuntimeError, match="the session is closed"), session:
+        pass
+
+
 def test_everything_works_inside_a_running_event_loop():
     url, model = fresh_url(), zeros()
 
@@ -379,6 +411,8 @@ def main():
     print("ready", flush=True)
     while how == "train":
         session.step()
+    if how == "hold":
+        sys.stdin.read()
 main()
 """
 
@@ -387,6 +421,7 @@ def start(*arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-c", SITE, *arguments],
         env=environment(PYTHONPATH=str(ROOT)),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

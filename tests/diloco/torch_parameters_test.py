@@ -151,3 +151,10 @@ def test_running_variances_stay_those_of_the_sites_however_far_they_move(quantiz
     other = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
     align(other, mailbox=url)
     assert torch.equal(other[1].running_var, module[1].running_var)
+
+
+def test_a_state_dict_is_no_model():
+    with pytest.raises(
+        TypeError, match=r"model\['weight'\] is a torch Tensor; give the module itself, not its state_dict"
+    ):
+        open_session(nn.Linear(1, 1).state_dict(), DiLoCo(4, 1), fresh_url())
