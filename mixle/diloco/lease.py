@@ -385,7 +385,8 @@ def read_nonce(mailbox: Mailbox, learner_id: str) -> bytes | None:
     require_id(learner_id, "learner_id")
     keys = [key for key in mailbox.list(f"{LEASES}{learner_id}/") if _KEY.fullmatch(key)]
     newest = [key for key in keys if key.rpartition("-")[0] == keys[-1].rpartition("-")[0]]
-    data = mailbox.get(newest[0], limit=1 << 16) if newest else None  # an epoch's first object stays, those after it come and go
+    # An epoch's first object stays, those after it come and go.
+    data = mailbox.get(newest[0], limit=1 << 16) if newest else None
     return None if data is None else data.partition(b"\n")[0]
 
 

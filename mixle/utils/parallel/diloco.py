@@ -77,7 +77,7 @@ class DiLoCoEncodedData(EncodedDataHandle):
         handle: TrainingHandle,
         *,
         algorithm: DiLoCo,
-        mailbox: str | Mailbox,
+        mailbox: str | os.PathLike[str] | Mailbox,
         learner_id: str | None = None,
         poll_interval: float = 1.0,
         compression: Compression = "off",
