@@ -53,9 +53,9 @@ _ENDPOINTS = {
 _VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 _METADATA = "169.254.169.254"
 _CREDENTIALS = (
-    ("AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", "S3"),
-    ("GOOGLE_APPLICATION_CREDENTIALS", "GCS"),
-    ("AZURE_STORAGE_ACCOUNT_KEY", "Azure"),
+    ("AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", "Generic S3"),
+    ("GOOGLE_APPLICATION_CREDENTIALS", "Generic GCS"),
+    ("AZURE_STORAGE_ACCOUNT_KEY", "Generic MicrosoftAzure"),
 )
 _NO_BUCKET = ("NoSuchBucket", "The specified bucket does not exist", "ContainerNotFound", "ContainerBeingDeleted")
 
@@ -124,7 +124,7 @@ def _connect(scheme: str, bucket: str, prefix: str | None) -> Store:
     stores = optional_import("obstore.store", extra="diloco")
     exceptions = optional_import("obstore.exceptions", extra="diloco")
     endpoints = _endpoints(scheme)
-    plain = scheme == "s3" and bool(endpoints) and endpoints[0].startswith("http://")
+    plain = scheme == "s3" and any(endpoint.startswith("http://") for endpoint in endpoints)
     kind = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[scheme]
     client: dict[str, Any] = {"connect_timeout": "5s", "timeout": "60s"}
     try:
@@ -146,7 +146,7 @@ def _connect(scheme: str, bucket: str, prefix: str | None) -> Store:
 
 
 def _endpoints(scheme: str) -> list[str]:
-    """Return the addresses of servers in the environment that count for a store, the one that it uses first.
+    """Return the addresses of servers in the environment that count for a store.
 
     Raises:
         ValueError: one is no URL, over which the client would break down at its first request.
