@@ -9,7 +9,7 @@ demo: $(VENV)/demo-installed
 	$(BIN)/mixle lm --nproc 2
 
 test: $(VENV)/test-installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 docs: $(VENV)/docs-installed
 	$(BIN)/python -m sphinx -W -n -b html docs docs/_build/html

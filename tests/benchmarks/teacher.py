@@ -154,7 +154,8 @@ def profile(label: str, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peer", metavar="PYTHON", help="a Python with softs")
-    parser.add_argument("--quick", action="store_true", help="one worker, short turns")
+    parser.add_argument("--quick", action="store_true", help="short turns")
+    parser.add_argument("--workers", nargs="+", type=int, default=[1, 2], help="how many workers, one table each")
     parser.add_argument("--profile", action="store_true", help="show instead what bounds our side")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--sides", nargs="+", choices=THROUGHPUT, default=list(THROUGHPUT))
@@ -167,7 +168,7 @@ def main() -> None:
         return
     latency(args.peer, 1 if args.quick else 5)
     for label in args.sizes:
-        for workers in (1,) if args.quick else (1, 2):
+        for workers in args.workers:
             throughput(label, workers, args.sides, args.peer, 3 if args.quick else 7, 0.3 if args.quick else 1.0)
 
 
