@@ -305,7 +305,7 @@ def _require_batch(samples: object, count: int) -> None:
 def _words(error: BaseException) -> str:
     """Return the type and message of what went wrong and where, short enough for a message."""
     logger.debug("a generator failed", exc_info=error)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(_HOUSE)]
     where = f" ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})" if own else ""
     text = f"{type(error).__name__}: {error}{where}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from mixle.utils.optional_import import optional_import
 
-__all__ = ["Connection", "FailedHandshakes"]
+__all__ = ["Connection", "FailedHandshakes", "events"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Connection:
     def read(self) -> bool:
         """Take note of what has happened; return whether a connection came or went."""
         changed = False
-        for event, value in _events(self.monitor):
+        for event, value in events(self.monitor):
             if event == self._succeeded:
                 self.connected, self._trouble, changed = True, "", True
             elif event == self._disconnected:
@@ -100,7 +100,7 @@ class FailedHandshakes:
     def read(self, monitor: Any) -> None:
         """Count what has happened at one of the monitors, and warn of it once a minute."""
         before = self.count
-        self.count += sum(1 for _ in _events(monitor))
+        self.count += sum(1 for _ in events(monitor))
         now = time.monotonic()
         if self.count > before and now >= self._warned_at + WARN_S:
             self._warned_at = now
@@ -119,7 +119,7 @@ class FailedHandshakes:
         monitor.close(linger=0)
 
 
-def _events(monitor: Any) -> Iterator[tuple[int, int]]:
+def events(monitor: Any) -> Iterator[tuple[int, int]]:
     """Yield the events that wait, each with its value; at most ``DRAINED``."""
     zmq = optional_import("zmq", extra="teacher")
     for _ in range(DRAINED):

@@ -24,7 +24,6 @@ import logging
 import os
 import socket as net
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -35,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mixle.data.teacher.generation import Demand, Outcome, Target
+from mixle.data.teacher.handshakes import events
 from mixle.data.teacher.keys import Admission, Keys
 from mixle.data.teacher.layout import HEADER_BYTES, SlotLayout
 from mixle.data.teacher.messages import DONE, FAILED, SKIPPED, U64, SegmentInfo, WorkPiece
@@ -267,7 +267,7 @@ class Sender:
         if keys is not None:
             keys.secure_client(self._socket, info.data_key)
         zmq = self._zmq
-        self._events = self._socket.get_monitor_socket(
+        self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
         )
         self._broken_at: float | None = None
@@ -300,7 +300,7 @@ class Sender:
         """Drop the connection; what is under way is lost."""
         self._closed = True
         self._socket.disable_monitor()
-        self._events.close(linger=0)
+        self._monitor.close(linger=0)
         self._socket.close(linger=0)
 
     def _send(self, payloads: NDArray[np.uint8], piece: WorkPiece, outcome: Outcome, demand: Demand) -> Outcome:
@@ -327,8 +327,7 @@ class Sender:
     def _given_up(self, until: float) -> str | None:
         """Say why a student that takes nothing is not waited for any longer; None while it is."""
         now = time.monotonic()
-        while self._events.poll(0):
-            event = int.from_bytes(self._events.recv_multipart()[0][:2], sys.byteorder)
+        for event, _ in events(self._monitor):
             self._broken_at = None if event == self._zmq.EVENT_HANDSHAKE_SUCCEEDED else self._broken_at or now
         if now >= until:
             return f"the student at {self.info.data_endpoint} took nothing for {SEND_DEADLINE_S:g} s"
