@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from mixle.diloco.clock import SYSTEM_CLOCK, Clock
 from mixle.diloco.mailbox import Mailbox, require_id
+from mixle.diloco.protocols import require_clock, require_mailbox
 from mixle.utils.exact import require_finite_float
 
 
@@ -45,14 +46,13 @@ class Barrier:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.name = require_id(name, "name")
-        if isinstance(parties, str):
-            raise TypeError(f"parties={parties!r} must be a collection of ids, not one")
+        if isinstance(parties, str) or not isinstance(parties, Collection):
+            raise TypeError(f"parties={parties!r:.200} must be a collection of ids, not a {type(parties).__name__}")
         self.parties = frozenset(require_id(each, "parties") for each in parties)
         if require_id(learner_id, "learner_id") not in self.parties:
             raise ValueError(f"learner_id={learner_id!r} must be one of parties: {', '.join(sorted(self.parties))}")
         self._poll_interval = require_finite_float(poll_interval, "poll_interval", exclusive_minimum=0.0)
-        self._mailbox = mailbox
-        self._clock = clock
+        self._mailbox, self._clock = require_mailbox(mailbox), require_clock(clock)
         self._learner_id = learner_id
         self._folder = f"barriers/{name}/"
 

@@ -23,6 +23,10 @@ class Clock(Protocol):
         ...
 
 
+LONGEST_WAIT_S = 1e9
+"""What threads can wait for is not much longer; nobody sees the end of it."""
+
+
 class SystemClock:
     """The machine's monotonic clock."""
 
@@ -32,11 +36,11 @@ class SystemClock:
 
     def sleep(self, seconds: float) -> None:
         """Sleep ``seconds``."""
-        time.sleep(seconds)
+        time.sleep(min(seconds, LONGEST_WAIT_S))
 
     def wait(self, event: threading.Event, timeout: float) -> bool:
         """Wait for ``event``, at most ``timeout`` seconds; tell whether it is set."""
-        return event.wait(timeout)
+        return event.wait(min(timeout, LONGEST_WAIT_S))
 
 
 SYSTEM_CLOCK = SystemClock()

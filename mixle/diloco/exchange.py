@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from mixle.diloco import compression, names
 from mixle.diloco.algorithm import DiLoCo
 from mixle.diloco.events import Kind
-from mixle.diloco.existing_run import read_run_record
+from mixle.diloco.existing_run import find_run_record, read_run_record, require_no_rounds
 from mixle.diloco.mailbox import Mailbox, ObjectTooLarge
 from mixle.diloco.parameters import Arrays
 from mixle.diloco.quantization import NonFiniteError
@@ -120,10 +120,11 @@ class Exchange:
     def _found_or_made(
         self, algorithm: DiLoCo, base: Sequence[Arrays], embeddings: Iterable[str], buffers: Iterable[str]
     ) -> RunRecord:
-        data = self._mailbox.get(names.RUN, limit=RECORD_LIMIT)
-        if data is None:
+        record = find_run_record(self._mailbox)
+        if record is None:
+            require_no_rounds(self._mailbox)
             refs = tuple(self.put_arrays(0, "base", f, arrays, "F32") for f, arrays in enumerate(base))
-            record = RunRecord(
+            made = RunRecord(
                 algorithm.to_dict(),
                 tuple((spec.name, spec.dtype, spec.shape) for spec in self._schema.parameters),
                 tuple(schema.names for schema in self.schemas),
@@ -132,13 +133,13 @@ class Exchange:
                 tuple(sorted(buffers)),
                 f"{secrets.randbits(60):015x}",
             )
-            if self._mailbox.put_if_absent(names.RUN, record.to_bytes()):
-                return record
-            data = self._mailbox.get(names.RUN, limit=RECORD_LIMIT)
-            assert data is not None
-        record = RunRecord.from_bytes(data)
+            if self._mailbox.put_if_absent(names.RUN, made.to_bytes()):
+                return made
+            record = read_run_record(self._mailbox)
         algorithm.require_same(DiLoCo.from_dict(record.algorithm), where="the run in the mailbox")
         require_same_parameters(record, self._schema)
+        if record.fragments != tuple(schema.names for schema in self.schemas):
+            raise MalformedRecord(f"{names.RUN} in the mailbox names other fragments than {algorithm.partition} gives")
         return record
 
     # ---- rounds

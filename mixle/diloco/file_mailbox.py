@@ -25,7 +25,8 @@ _CLOCK = ".clock"
 _TRIES = 100
 _TRANSIENT = {
     errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE,
-    errno.ENOMEM, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH,
+    errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
 }  # fmt: skip
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
 

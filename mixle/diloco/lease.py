@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mixle.diloco.clock import SYSTEM_CLOCK, Clock
-from mixle.diloco.mailbox import Mailbox, MailboxError, TransientMailboxError, require_id
+from mixle.diloco.mailbox import Mailbox, MailboxError, PermanentMailboxError, TransientMailboxError, require_id
 from mixle.utils.exact import require_finite_float
 
 logger = logging.getLogger(__name__)
@@ -63,17 +63,21 @@ class LeaseTable:
     def __init__(self, lease_timeout: float) -> None:
         self._timeout = require_finite_float(lease_timeout, "lease_timeout", exclusive_minimum=0.0)
         self._seen: dict[str, _Seen] = {}
+        self._begun: set[tuple[str, int]] = set()
 
     def record(self, keys: Iterable[str], *, asked_at: float, answered_at: float) -> list[str]:
         """Take in one list, asked for and answered at these times; return the keys that are no leases."""
         newest: dict[str, tuple[int, float]] = {}
         strays = []
+        self._begun = set()
         for key in keys:
             found = _KEY.fullmatch(key)
             if found is None:
                 strays.append(key)
                 continue
             at = (int(found[2]), math.inf if found[3] is None else float(int(found[3])))
+            if at[1] == 0:
+                self._begun.add((found[1], at[0]))
             newest[found[1]] = max(at, newest.get(found[1], at))
         for gone in self._seen.keys() - newest.keys():
             del self._seen[gone]
@@ -85,6 +89,10 @@ class LeaseTable:
                 more = min(asked_at - seen.counted_until, self._timeout / 2)
                 self._seen[learner] = _Seen(seen.epoch, seen.sequence, asked_at, seen.silent_s + more)
         return strays
+
+    def has_first(self, learner_id: str, epoch: int) -> bool:
+        """Tell whether the last list had an epoch's first object, which stays while its process lives."""
+        return (learner_id, epoch) in self._begun
 
     def ids(self) -> frozenset[str]:
         """Return every id that has an object under ``leases/``."""
@@ -158,6 +166,11 @@ class Liveness:
         with self._lock:
             newest = self._table.newest(learner_id)
             return None if newest is None else newest[0]
+
+    def has_first(self, learner_id: str, epoch: int) -> bool:
+        """Tell whether the last look found an epoch's first object, which stays while its process lives."""
+        with self._lock:
+            return self._table.has_first(learner_id, epoch)
 
     def may_live(self, learner_id: str, epoch: int) -> bool:
         """Tell whether the process that had this epoch may be at work; False frees what it had claimed."""
@@ -275,16 +288,25 @@ class Lease:
         self._mailbox.delete([each for each in stale if each < key and each != self._key(epoch, 0)])
 
     def check(self, liveness: Liveness) -> None:
-        """Raise if another process has taken the id, as far as ``liveness`` has seen.
+        """Raise if another process has taken the id, or somebody deleted the lease, as far as ``liveness`` has seen.
 
         Raises:
             IdInUse: it has; this process was silent for longer than ``lease_timeout`` before.
+            PermanentMailboxError: the lease's first object is gone, and so may be all that is under the prefix.
+            MailboxError: the store did not answer.
         """
         newest = liveness.epoch(self.learner_id)
         if newest is not None and newest > self.epoch:
             raise IdInUse(
                 f"learner_id={self.learner_id!r} was taken over by another process, since this one had not renewed "
                 f"its lease for lease_timeout={self.lease_timeout:g} s (was it stopped, or cut off?)"
+            )
+        first = self._key(self.epoch, 0)
+        # A list may lag behind, so that what it lacks is asked for.
+        if not liveness.has_first(self.learner_id, self.epoch) and self._mailbox.get(first) is None:
+            raise PermanentMailboxError(
+                f"{first} is gone: somebody deleted what is under the prefix, and this process may not go on there, "
+                "where another run may begin; make another session to join what is there now"
             )
 
     def release(self, info: bytes = b"") -> None:
@@ -313,8 +335,8 @@ class Lease:
         if not self._mailbox.put_if_absent(first, self._nonce):
             return False
         keys = self._mailbox.list(self._folder)
-        if max(keys, default="") != first:  # a whole life of this epoch, or a later one, went by meanwhile
-            return False
+        if max([first, *keys]) != first:  # a whole life of this epoch, or a later one, went by meanwhile
+            return False  # (a list that lags behind may lack what was just written)
         self._mailbox.delete(key for key in keys if key < first)
         self._epoch, self._sequence = epoch, 0
         return True
@@ -339,7 +361,7 @@ class LeaseKeeper:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.info = b""
-        self.error: IdInUse | MailboxError | None = None
+        self.error: BaseException | None = None
 
     def tick(self) -> None:
         """Renew and look once; what a simulation calls in place of the thread.
@@ -375,7 +397,8 @@ class LeaseKeeper:
             due = self._clock.monotonic() + self._lease.lease_every
             try:
                 self.tick()
-            except (IdInUse, MailboxError):
+            except BaseException as error:  # whoever reads it ends with it, since nobody else knows of this thread
+                self.error = error
                 logger.exception("the lease of %s is not renewed any more", self._lease.learner_id)
                 return
 

@@ -24,11 +24,11 @@ class MailboxError(RuntimeError):
 
 
 class TransientMailboxError(MailboxError):
-    """A lost connection, a timeout, an overloaded server; what was asked may have been done all the same."""
+    """A lost connection, a timeout, an overloaded server, a full disk; what was asked may have been done."""
 
 
 class PermanentMailboxError(MailboxError):
-    """No permission, no such bucket, a full or read-only disk: asking again changes nothing."""
+    """No permission, no such bucket, a read-only disk: asking again changes nothing."""
 
 
 class ObjectTooLarge(PermanentMailboxError):  # noqa: N818  (named as the store's own answer)
@@ -142,7 +142,7 @@ def require_id(value: object, name: str) -> str:
         raise TypeError(f"{name}={value!r} must be a string, not {type(value).__name__}")
     if _ID.fullmatch(value) is None:
         raise ValueError(
-            f"{name}={value!r} must be 1 to 63 of A-Z a-z 0-9 . _ -, "
+            f"{name}={value[:MAX_KEY_LENGTH]!r} must be 1 to 63 of A-Z a-z 0-9 . _ -, "
             f"beginning with a letter or digit and not ending with '.'"
         )
     return value

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from mixle.diloco.clock import SYSTEM_CLOCK, Clock
 from mixle.diloco.file_mailbox import FileMailbox
@@ -108,8 +108,8 @@ def _open(url: str, part_bytes: int) -> Mailbox:
             return _memory.setdefault(require_id(rest, "the name in memory://"), MemoryMailbox())
     if scheme == "file":
         parts = urlsplit(url)
-        path = Path(unquote(parts.path))
-        if parts.netloc not in ("", "localhost") or not path.is_absolute() or len(path.parts) < 2:
+        path = Path(os.fsdecode(unquote_to_bytes(parts.path)))
+        if parts.netloc not in ("", "localhost") or not path.is_absolute() or len(path.parts) < 2 or "\0" in str(path):
             raise ValueError(f"mailbox={url!r} must be file:// and an absolute folder, such as 'file:///data/run'")
         return FileMailbox(path)
     bucket, _, prefix = rest.partition("/")

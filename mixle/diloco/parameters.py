@@ -94,6 +94,21 @@ def _require_array(name: object, array: object) -> None:
         raise TypeError(f"model[{name!r}] is a {type(array).__name__}; give a numpy array, float32 or float16")
 
 
+def require_apart(places: Mapping[str, object]) -> None:
+    """Check that no two tensors begin at the same place in memory, None being no place.
+
+    Raises:
+        ValueError: two do, so that each commit would move them twice; names both.
+    """
+    first: dict[object, str] = {}
+    for name, place in places.items():
+        if place is not None and first.setdefault(place, name) != name:
+            raise ValueError(
+                f"{first[place]!r} and {name!r} are the same memory, which each commit would move twice; share the one "
+                "parameter, or copy it"
+            )
+
+
 class NumpyParameters:
     """Arrays that their owner trains in place: float32 or float16, writable.
 
@@ -105,7 +120,8 @@ class NumpyParameters:
 
     Raises:
         TypeError: a value is no array, or of another dtype; names it.
-        ValueError: an array is read-only, or ``embeddings`` or ``buffers`` name one that is not there.
+        ValueError: an array is read-only or another's memory, or ``embeddings`` or ``buffers`` name one that is not
+            there.
     """
 
     _DTYPES: Mapping[str, DType] = {"float32": "F32", "float16": "F16"}
@@ -132,6 +148,7 @@ class NumpyParameters:
                 raise ValueError(f"{name} is read-only; give arrays that can be trained in place")
             specs.append(ParameterSpec(name, dtype, array.shape))
         self.schema = Schema(tuple(specs))
+        require_apart({name: array.ctypes.data if array.size else None for name, array in arrays.items()})
         self.embeddings, self.buffers = frozenset(embeddings), frozenset(buffers)
         for argument, named in (("embeddings", self.embeddings), ("buffers", self.buffers)):
             unknown = sorted(named - arrays.keys())

@@ -91,11 +91,14 @@ class _Record:
         """
         try:
             value = json.loads(data)
+            if not isinstance(value, dict) or value.get("format") != FORMAT:
+                raise MalformedRecord(f"not a record of format {FORMAT}")
+            seal, body = value.pop("sha256", None), _compact(value)
+        except MalformedRecord:
+            raise
         except (ValueError, RecursionError) as error:
             raise MalformedRecord(f"not JSON: {error}") from None
-        if not isinstance(value, dict) or value.get("format") != FORMAT:
-            raise MalformedRecord(f"not a record of format {FORMAT}")
-        if value.pop("sha256", None) != hashlib.sha256(_compact(value)).hexdigest():
+        if seal != hashlib.sha256(body).hexdigest():
             raise MalformedRecord("it does not have the sha256 that it names")
         del value["format"]
         return cls._parse(value)
@@ -246,7 +249,7 @@ class Rejection:
     @classmethod
     def parse(cls, value: object) -> Rejection:
         fields = _Fields(value, "rejection", ("learner", "reason"))
-        return cls(fields.learner("learner"), fields.text("reason", REASON_LIMIT))
+        return cls.of(fields.learner("learner"), fields.text("reason", REASON_LIMIT))
 
 
 @dataclass(frozen=True)

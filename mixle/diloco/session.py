@@ -22,25 +22,25 @@ from mixle.diloco.clock import SYSTEM_CLOCK, Clock
 from mixle.diloco.compression import Codec, Compression
 from mixle.diloco.events import Callback, Event, Kind, log_events
 from mixle.diloco.exchange import read_run
+from mixle.diloco.existing_run import find_run_record
 from mixle.diloco.learner import Learner
 from mixle.diloco.lease import IdInUse, LeaseKeeper, read_nonce
 from mixle.diloco.mailbox import Mailbox, require_id
 from mixle.diloco.member import Member, join
-from mixle.diloco.names import RUN
 from mixle.diloco.node_info import NodeInfo, Role
 from mixle.diloco.node_thread import NodeThread
 from mixle.diloco.object_store import open_mailbox
 from mixle.diloco.parameters import Parameters, Ranks
+from mixle.diloco.protocols import MAILBOX_MEMBERS, require_clock, require_members, require_ranks
 from mixle.diloco.ranks import PatientClock, Site
-from mixle.diloco.records import RECORD_LIMIT, RunRecord
 from mixle.diloco.samples import samples_in
 from mixle.diloco.state_folder import Kept, Resumed, StateFolder
 from mixle.diloco.state_tree import frozen
 from mixle.diloco.termination import release_sigterm, take_sigterm
 from mixle.diloco.versions import Versions
-from mixle.diloco.weights import Tally
+from mixle.diloco.weights import Tally, require_samples
 from mixle.diloco.wire import Wire
-from mixle.utils.exact import require_choice, require_finite_float, require_positive_int
+from mixle.utils.exact import require_choice, require_finite_float
 
 __all__ = ["Session", "align"]
 
@@ -130,7 +130,7 @@ class Session:
         self.learner_id = None if learner_id is None else require_id(learner_id, "learner_id")
         self._poll = require_finite_float(poll_interval, "poll_interval", exclusive_minimum=0.0)
         self._callbacks, self._state = _require_callables(callbacks), state
-        self._clock = clock
+        self._clock: Clock = require_clock(clock)
         codec = Codec(compression)
         _refuse_contradictions(model, role=self.role, ranks=ranks, state_dir=state_dir, state=state)
         self._rank = 0 if ranks is None else ranks.rank
@@ -242,7 +242,7 @@ class Session:
         if self._rank and self._site is not None:
             # Checked only after the ranks have met, since one that stays away would leave the others waiting.
             self._heed(self._site.follow())
-            require_positive_int(samples, "samples")
+            require_samples(samples)
             return
         learner = self._learner
         assert learner is not None
@@ -266,12 +266,16 @@ class Session:
                 dimension of the batch, or of the arrays and tensors in it, or the length of a list without any.
 
         Raises:
-            TypeError, ValueError: the number of samples is not to be seen, or no positive integer; before
+            TypeError, ValueError: the number of samples is not to be seen, or not what :meth:`step` takes; before
                 ``train_step`` is called. Otherwise as :meth:`step`.
         """
+        if not callable(train_step):
+            raise TypeError(f"train_step={train_step!r:.200} must be a callable that takes a batch")
+        if samples is not None and not callable(samples):
+            raise TypeError(f"samples={samples!r:.200} must be a callable that tells how many samples a batch has")
         count: Callable[[Any], int] = samples_in if samples is None else samples
         for batch in batches:
-            counted = require_positive_int(count(batch), "samples")
+            counted = require_samples(count(batch))
             train_step(batch)
             self.step(counted)
 
@@ -447,8 +451,8 @@ class Session:
                 f"state_dir holds the state of learner_id={kept.learner_id!r}, not of {self.learner_id!r}; give each "
                 "site a folder of its own, or leave learner_id out to go on as that one"
             )
-        data = store.get(RUN, limit=RECORD_LIMIT)
-        run = None if data is None else RunRecord.from_bytes(data).id
+        found = find_run_record(store)
+        run = None if found is None else found.id
         if run != kept.run:
             raise ValueError(_other_run("state_dir", kept.run, run))
 
@@ -536,7 +540,7 @@ def align(model: Any, *, mailbox: MailboxLike, backend: Backend | None = None, r
         CorruptPayload: a fragment has no version that can be read.
         SiteError: on ranks other than 0, that rank 0 failed.
     """
-    if ranks is None or ranks.world == 1:
+    if ranks is None or require_ranks(ranks).world == 1:
         return _align(parameters_of(model, backend), mailbox)
     site = Site(site_parameters_of(model, backend, ranks), ranks)
     if ranks.rank:
@@ -564,17 +568,17 @@ def _align(parameters: Parameters, mailbox: MailboxLike) -> int:
 def _opened(mailbox: MailboxLike, clock: Clock) -> Mailbox:
     if isinstance(mailbox, str | os.PathLike):
         return open_mailbox(mailbox, clock=clock)
-    missing = [name for name in ("put_if_absent", "get", "list", "delete", "clock") if not hasattr(mailbox, name)]
-    if missing:
-        raise TypeError(
-            f"mailbox={mailbox!r} must be a URL such as 's3://bucket/prefix', the path of a folder, or a mailbox; a "
-            f"{type(mailbox).__name__} has no {', '.join(missing)}"
-        )
-    return mailbox
+    what = "a URL such as 's3://bucket/prefix', the path of a folder, or a mailbox"
+    found: Mailbox = require_members(mailbox, "mailbox", MAILBOX_MEMBERS, what)
+    return found
 
 
 def _require_callables(callbacks: object) -> tuple[Callback, ...]:
-    if not isinstance(callbacks, Sequence) or not all(callable(each) for each in callbacks):
+    if (
+        not isinstance(callbacks, Sequence)
+        or isinstance(callbacks, str)
+        or not all(callable(each) for each in callbacks)
+    ):
         raise TypeError(f"callbacks={callbacks!r} must be a sequence of callables")
     return tuple(callbacks)
 
@@ -587,6 +591,8 @@ def _refuse_contradictions(
     state_dir: object,
     state: object,
 ) -> None:
+    if ranks is not None:
+        require_ranks(ranks)
     if model is None and role != "syncer":
         raise TypeError(f'model=None has nothing to train for role={role!r}; only role="syncer" needs no model')
     if role == "syncer" and ranks is not None and ranks.world > 1:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from mixle.diloco.lease import Lease, Liveness
 from mixle.diloco.mailbox import Mailbox, require_id
+from mixle.diloco.protocols import require_mailbox
 from mixle.utils.exact import require_exact_int
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class SharedQueue:
     def __init__(self, mailbox: Mailbox, name: str, *, units: int, lease: Lease, liveness: Liveness) -> None:
         self.name = require_id(name, "name")
         self.units = require_exact_int(units, "units", minimum=1, maximum=_MOST_UNITS)
-        self._mailbox = mailbox
+        self._mailbox = require_mailbox(mailbox)
         self._folder = f"queues/{name}/"
         self._me = _Owner(lease.learner_id, lease.epoch)
         self._liveness = liveness
@@ -85,10 +86,10 @@ class SharedQueue:
         """Record that a unit is done; False if another process had recorded it, having taken this one for dead.
 
         Raises:
-            ValueError: this process has not claimed ``unit``.
+            TypeError, ValueError: this process has not claimed ``unit``.
             MailboxError: the store did not answer.
         """
-        if unit not in self._mine:
+        if require_exact_int(unit, "unit") not in self._mine:
             raise ValueError(f"unit={unit!r} is not claimed by this process; claim() gives what is")
         recorded = self._mailbox.put_if_absent(f"{self._folder}done/{unit:012d}", self._signature())
         self._mine.remove(unit)

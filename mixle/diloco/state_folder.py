@@ -67,17 +67,22 @@ class StateFolder:
         rank: this rank of the site; each has files of its own, on a disk that they may share.
 
     Raises:
+        TypeError, ValueError: ``path`` is no path, or there can be no folder to write to.
         BlockingIOError: another process has the rank's files.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, rank: int = 0) -> None:
-        self._folder, self._rank = Path(path), rank
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder, self._rank = _path_of(path), rank
         self._held = ExitStack()
         try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._held.enter_context(locked(self._folder / f"rank{rank}.lock", wait=False))
         except BlockingIOError:
             raise BlockingIOError(f"state_dir={str(path)!r} is in use by another process; give each its own") from None
+        except OSError as error:
+            raise ValueError(
+                f"state_dir={str(path)!r} must be a folder that this process can write to: {error.strerror}"
+            ) from error
 
     def newest(self, steps: int | None = None) -> Kept | None:
         """Return the newest state, or the one after so many steps; None if there is none.
@@ -115,3 +120,11 @@ class StateFolder:
             if name is not None and int(name[1]) == self._rank:
                 found[int(name[2])] = path
         return found
+
+
+def _path_of(path: object) -> Path:
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise TypeError(f"state_dir={path!r} must be the path of a folder, not {type(path).__name__}")
+    if not os.fspath(path) or "\0" in os.fspath(path):
+        raise ValueError(f"state_dir={path!r} must be the path of a folder, such as '/var/lib/site' or '.'")
+    return Path(path)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mixle.diloco.alignment import Blend, Carry, Overwrite, align
-from mixle.diloco.parameters import Arrays, replaced
+from mixle.diloco.parameters import Arrays, replaced, require_apart
 from mixle.diloco.serialization import DType, ParameterSpec, Schema
 from mixle.diloco.torch_ranks import TorchRanks
 
@@ -39,7 +39,8 @@ class TorchParameters:
 
     Raises:
         TypeError: a trainable parameter is not float32, float16 or bfloat16; names it.
-        ValueError: a buffer cannot be merged, or a parameter is sharded and no ranks are given; names it.
+        ValueError: a buffer cannot be merged, two parameters are the same memory, or one is sharded and no ranks are
+            given; names it.
     """
 
     def __init__(self, module: nn.Module, *, ranks: TorchRanks | None = None) -> None:
@@ -71,6 +72,7 @@ class TorchParameters:
                 )
             specs.append(ParameterSpec(name, dtype, tuple(tensor.shape)))
         self.schema = Schema(tuple(specs))
+        require_apart({name: _place(tensor) for name, tensor in self._tensors.items()})
         rows = {id(p) for part in module.modules() if isinstance(part, _EMBEDDINGS) for p in part.parameters()}
         self.embeddings = frozenset(name for name, tensor in self._tensors.items() if id(tensor) in rows)
 
@@ -121,6 +123,12 @@ class TorchParameters:
             tensor.to_local().copy_(shard.to_local())
         elif self._ranks is not None:
             self._ranks.broadcast_tensor(tensor)
+
+
+def _place(tensor: Tensor) -> tuple[torch.device, int] | None:
+    if isinstance(tensor, DTensor) or not tensor.numel() or tensor.is_meta:
+        return None
+    return tensor.device, tensor.data_ptr()
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from mixle.utils.exact import require_positive_int
+from mixle.utils.exact import require_exact_int, require_positive_int
+
+MOST_SAMPLES = 1 << 40
+"""Of one step; the sums over any training fit the records that others read."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,16 @@ def shares(works: Sequence[Work]) -> list[float]:
     return [float(weight / total) for weight in weights]
 
 
+def require_samples(value: object) -> int:
+    """Return the samples of one step as an int.
+
+    Raises:
+        TypeError: a bool, a float, or anything else that is no integer.
+        ValueError: it is below 1 or above :data:`MOST_SAMPLES`.
+    """
+    return require_exact_int(value, "samples", minimum=1, maximum=MOST_SAMPLES)
+
+
 @dataclass
 class Tally:
     """A learner's count of what each fragment of its model was trained on since the fragment's delta began.
@@ -72,13 +85,12 @@ class Tally:
         """Count one optimizer step on ``samples`` samples: a positive exact integer of any kind.
 
         Raises:
-            TypeError: a bool, a float, or anything else that is no integer; nothing is counted.
-            ValueError: it is below 1; nothing is counted.
+            TypeError, ValueError: as :func:`require_samples`; nothing is counted.
         """
-        if type(samples) is int and samples > 0:  # nearly always, and every training step comes here
+        if type(samples) is int and 0 < samples <= MOST_SAMPLES:  # nearly always, and every training step comes here
             self.tokens += samples
         else:
-            self.tokens += require_positive_int(samples, "samples")
+            self.tokens += require_samples(samples)
         self.steps += 1
 
     def now(self) -> tuple[int, int]:

@@ -79,12 +79,18 @@ def test_one_party_passes_alone(barrier):
         ({"learner_id": "a", "parties": "abc"}, TypeError, "parties='abc' must be a collection of ids"),
         ({"learner_id": "a", "parties": ["a", "b/c"]}, ValueError, "parties='b/c'"),
         ({"learner_id": "a", "name": "x y"}, ValueError, "name='x y'"),
+        ({"learner_id": "a", "parties": None}, TypeError, "parties=None must be a collection of ids, not a NoneType"),
         ({"learner_id": "a", "poll_interval": 0}, ValueError, r"poll_interval=0\.0 must be above 0"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(barrier, options, error, message):
     with pytest.raises(error, match=message):
         barrier(**options)
+
+
+def test_an_address_is_no_mailbox_and_is_refused_before_anybody_waits():
+    with pytest.raises(TypeError, match="mailbox='memory://x' must be a mailbox, such as open_mailbox"):
+        Barrier("memory://x", "epoch-1", learner_id="a", parties=["a"])
 
 
 def test_a_deadline_that_is_no_time_is_refused_before_arriving(barrier):

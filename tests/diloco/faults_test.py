@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +22,9 @@ from virtual_clock import VirtualClock
 from mixle.diloco import names
 from mixle.diloco.algorithm import DiLoCo
 from mixle.diloco.lease import IdInUse, Lease, Liveness
-from mixle.diloco.mailbox import TransientMailboxError
+from mixle.diloco.mailbox import PermanentMailboxError, TransientMailboxError
 from mixle.diloco.memory_mailbox import MemoryMailbox
-from mixle.diloco.records import Claim, Contribution, PayloadRef, RoundRecord
+from mixle.diloco.records import Claim, Contribution, PayloadRef, RoundRecord, RunRecord
 from mixle.diloco.retrying import RetryingMailbox
 from mixle.diloco.session import Session, align
 from mixle.diloco.shared_queue import SharedQueue
@@ -227,6 +228,56 @@ def test_stray_objects_and_malformed_records_anywhere_under_the_prefix_stop_nobo
     merged = [record_of(store, round_) for round_ in range(joined.rounds_seen) if round_ != 2]
     assert sum(record.steps for record in merged) == 12
     assert {"foreign", "corrupt"} <= {event.kind for event in told}
+
+
+def trained(store, *, algorithm, steps=8):
+    with session(store, algorithm=algorithm) as joined:
+        for _ in range(steps):
+            joined.step(1)
+
+
+def test_the_rounds_of_a_run_whose_record_is_lost_are_not_taken_for_those_of_a_new_one():
+    store = MemoryMailbox()
+    trained(store, algorithm=DiLoCo(2, 2, overlap_steps=0))
+    store.delete([names.RUN])
+    before = store.list("payloads/")
+    with pytest.raises(ValueError, match=r"run\.json is gone from the mailbox, which holds rounds/.*bring it back"):
+        session(store, algorithm=DiLoCo(2, 1))
+    assert (store.get(names.RUN), store.list("payloads/")) == (None, before)
+    store.delete(store.list(""))
+    trained(store, algorithm=DiLoCo(2, 1, overlap_steps=0))
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b"[" * 10_000, RunRecord({}, (), ((),), (), (), (), "0" * 15)])
+def test_a_run_that_cannot_be_read_is_called_by_its_key(data):
+    store = MemoryMailbox()
+    store.put_if_absent(names.RUN, data.to_bytes() if isinstance(data, RunRecord) else data)
+    for use in (session, lambda mailbox: align(arrays(), mailbox=mailbox)):
+        with pytest.raises(ValueError, match=r"run\.json in the mailbox is not the record of a run: "):
+            use(store)
+
+
+def test_a_run_that_is_cut_otherwise_is_refused():
+    store, algorithm = MemoryMailbox(), DiLoCo(4, 2)
+    trained(store, algorithm=algorithm)
+    record = RunRecord.from_bytes(store.get(names.RUN))
+    store.delete(store.list(""))
+    store.put_if_absent(names.RUN, replace(record, fragments=record.fragments[::-1]).to_bytes())
+    with pytest.raises(ValueError, match=r"run\.json in the mailbox names other fragments than ByBytes\(\) gives"):
+        session(store, algorithm=algorithm)
+
+
+def test_a_site_whose_run_was_deleted_does_not_write_into_the_next_one():
+    store, algorithm = MemoryMailbox(), DiLoCo(2, 1, overlap_steps=0)
+    left_behind = session(store, algorithm=algorithm, learner_id="left-behind")
+    for _ in range(8):
+        left_behind.step(1)
+    store.delete(store.list(""))
+    with pytest.raises(PermanentMailboxError, match="somebody deleted what is under the prefix"):
+        until = time.monotonic() + DEADLINE_S
+        while time.monotonic() < until:
+            left_behind.step(1)
+    assert not left_behind.close(flush_s=0.0)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", ".hidden", "a b", "x" * 64, "é"])

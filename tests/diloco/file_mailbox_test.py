@@ -120,7 +120,9 @@ def test_a_root_that_is_a_file_is_refused(tmp_path):
         open_mailbox(f"file://{tmp_path}/file")
 
 
-@pytest.mark.parametrize(("number", "kind"), [(5, TransientMailboxError), (28, PermanentMailboxError)])
+@pytest.mark.parametrize(
+    ("number", "kind"), [(5, TransientMailboxError), (28, TransientMailboxError), (30, PermanentMailboxError)]
+)
 def test_an_error_of_the_disk_says_whether_to_try_again(root, monkeypatch, number, kind):
     mailbox = FileMailbox(root)
 

@@ -255,6 +255,45 @@ def test_a_takeover_is_seen_even_when_the_new_process_has_left(site):
         old.check(liveness)
 
 
+class Lagging(MemoryMailbox):
+    """A store whose lists lack what was written less than half a second ago."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__()
+        self._clock, self._written = clock, {}
+
+    def put_if_absent(self, key, data):
+        self._written.setdefault(key, self._clock.monotonic())
+        return super().put_if_absent(key, data)
+
+    def list(self, prefix, after="", *, limit=None):
+        found = super().list(prefix, after)
+        return [key for key in found if self._written[key] <= self._clock.monotonic() - 0.5][:limit]
+
+
+def test_an_id_is_taken_and_kept_on_a_store_whose_lists_lag():
+    site = Site()
+    site.mailbox = Lagging(site.clock)
+    lease, liveness = site.lease(), site.liveness()
+    lease.acquire()
+    assert (lease.epoch, site.clock.monotonic()) == (0, 0.0)
+    keeper = LeaseKeeper(lease, liveness, clock=site.clock)
+    keeper.tick()  # before the list shows the first object
+    site.clock.sleep(1.0)
+    keeper.tick()
+    assert liveness.alive == {"a"}
+
+
+def test_a_process_whose_lease_somebody_deleted_goes_on_no_longer(site):
+    lease, liveness = site.lease(), site.liveness()
+    lease.acquire()
+    keeper = LeaseKeeper(lease, liveness, clock=site.clock)
+    keeper.tick()
+    site.store.delete(site.store.list(""))
+    with pytest.raises(PermanentMailboxError, match=r"leases/a/0.* is gone: somebody deleted what is under the prefix"):
+        keeper.tick()
+
+
 def test_of_two_that_restart_at_once_one_gets_the_id(site):
     _, crash = site.running()
     crash()
@@ -374,6 +413,19 @@ def test_a_keepers_thread_renews_until_it_is_stopped():
     assert renewed.wait(30.0)
     keeper.stop()
     assert keeper.error is None
+
+
+def test_a_keepers_thread_that_ends_by_any_error_keeps_it(caplog):
+    class Broken(MemoryMailbox):
+        def list(self, prefix, after="", *, limit=None):
+            raise ZeroDivisionError("a fault of the store's code")
+
+    mailbox = Broken()
+    keeper = LeaseKeeper(Lease(mailbox, "a"), Liveness(mailbox))
+    keeper._lease._epoch = 0
+    keeper.start()
+    keeper._thread.join(30.0)
+    assert isinstance(keeper.error, ZeroDivisionError)
 
 
 def test_a_keepers_thread_ends_when_the_id_was_taken(caplog):

@@ -62,6 +62,12 @@ def test_a_file_address_may_be_quoted(tmp_path):
     assert (tmp_path / "my run" / "a").read_bytes() == b"1"
 
 
+def test_a_folder_whose_name_is_no_text_is_the_one_that_is_meant(tmp_path):
+    folder = tmp_path / os.fsdecode(b"\xff")
+    open_mailbox(folder).put_if_absent("a", b"1")
+    assert (folder / "a").read_bytes() == b"1"
+
+
 def test_memory_is_shared_by_name():
     open_mailbox("memory://shared").put_if_absent("a", b"1")
     assert open_mailbox("memory://shared").get("a") == b"1"

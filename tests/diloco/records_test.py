@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from hypothesis import given
@@ -119,6 +120,19 @@ def test_the_error_says_which_field_is_wrong(changes, told):
 def test_a_deeply_nested_text_is_refused():
     with pytest.raises(MalformedRecord):
         Claim.from_bytes(b"[" * 100_000)
+
+
+def test_a_text_that_can_be_read_and_not_be_written_again_is_refused():
+    """How deep that is depends on the stack, so every depth around its limit is tried."""
+    limit = sys.getrecursionlimit()
+    for depth in range(1, limit + 50):
+        for opening, closing in (("[", "]"), ('{"a":', "}")):
+            with pytest.raises(MalformedRecord):
+                Snapshot.from_bytes(f'{{"format":1,"x":{opening * depth}1{closing * depth}}}'.encode())
+
+
+def test_a_reason_that_a_stranger_wrote_into_a_round_is_printable():
+    assert Rejection.parse({"learner": "n0", "reason": "stale: \x1b[2J\n"}).reason == "stale: ?[2J?"
 
 
 def test_the_reason_of_a_rejection_is_printable_and_short_whatever_a_stranger_wrote():

@@ -33,6 +33,7 @@ from mixle.diloco.records import RoundRecord
 
 ROOT = Path(__file__).parents[2]
 BARRIER = DiLoCo(5, 1, overlap_steps=0)
+SHARED = np.zeros(3, np.float32)
 
 
 def equal(a, b) -> bool:
@@ -247,6 +248,16 @@ def test_another_algorithm_is_refused_by_the_name_of_the_argument():
         ({"mailbox": 3}, TypeError, "mailbox=3 must be a URL such as .*; a int has no put_if_absent"),
         ({"state": dict}, ValueError, "state= needs a state_dir"),
         ({"lease_timeout": 0.1, "lease_every": 0.1}, ValueError, "must be at least twice"),
+        ({"callbacks": ""}, TypeError, "callbacks='' must be a sequence of callables"),
+        ({"ranks": 3}, TypeError, "ranks=3 must be None or this rank's place.*; a int has no rank, world, broadcast"),
+        ({"clock": 3}, TypeError, "clock=3 must be .*; a int has no monotonic"),
+        ({"state_dir": 3}, TypeError, "state_dir=3 must be the path of a folder, not int"),
+        ({"state_dir": ""}, ValueError, "state_dir='' must be the path of a folder"),
+        ({"state_dir": "a\0b"}, ValueError, "state_dir='a.*b' must be the path of a folder"),
+        ({"state_dir": __file__}, ValueError, "state_dir=.*_test.py' must be a folder that this process can write to"),
+        ({"state_dir": f"{__file__}/state"}, ValueError, "state_dir=.* must be a folder .*: Not a directory"),
+        ({"mailbox": "file:///run%00"}, ValueError, "mailbox='file:///run%00' must be file:// and an absolute folder"),
+        ({"model": {"a": SHARED, "b": SHARED[:2]}}, ValueError, "'a' and 'b' are the same memory"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_is_written(options, error, told):
@@ -255,6 +266,34 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_written(options, err
     with pytest.raises(error, match=told):
         Session(arguments.pop("model"), **arguments)
     assert open_mailbox(url).list("") == []
+
+
+def test_run_refuses_what_it_cannot_call_before_it_takes_a_batch():
+    batches = iter([[1]])
+    with open_session(zeros(), BARRIER, fresh_url()) as session:
+        with pytest.raises(TypeError, match=r"train_step=.* must be a callable that takes a batch"):
+            session.run(batches, print)
+        with pytest.raises(TypeError, match="samples=1 must be a callable"):
+            session.run(print, batches, samples=1)
+    assert list(batches) == [[1]]
+
+
+def test_samples_that_no_record_could_hold_are_refused_before_the_step_is_taken():
+    steps = []
+    with open_session(zeros(), BARRIER, fresh_url()) as session:
+        with pytest.raises(ValueError, match="samples=1000000000000000000000 must be at most 1099511627776"):
+            session.run(steps.append, [[0]], samples=lambda batch: 10**21)
+        with pytest.raises(ValueError, match="samples="):
+            session.step(10**21)
+    assert steps == []
+
+
+def test_intervals_beyond_what_threads_can_wait_are_waited_for_like_any_long_ones():
+    with open_session(zeros(), BARRIER, fresh_url(), poll_interval=1e300, lease_every=1e300, lease_timeout=3e300) as s:
+        for _ in range(10):
+            s.step()  # every fifth waits for its commit
+        assert s.rounds_seen == 2
+        assert s._member.keeper._thread.is_alive()
 
 
 def test_a_callable_backend_returns_the_parameters():

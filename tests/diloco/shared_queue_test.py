@@ -173,6 +173,15 @@ def test_a_unit_that_is_not_claimed_here_is_not_completed(site):
         node.queue.complete(3)
 
 
+@pytest.mark.parametrize("unit", [True, 0.0, "0", None])
+def test_what_is_no_unit_is_not_completed(site, unit):
+    node = site.node("a", units=1)
+    assert node.queue.claim() == 0
+    with pytest.raises(TypeError, match=f"unit={unit!r} must be an integer"):
+        node.queue.complete(unit)
+    assert node.queue.remaining() == 1
+
+
 def test_another_number_of_units_is_refused(site):
     site.node("a", units=6)
     with pytest.raises(ValueError, match="units=7 is not the b'6' that another site gave the queue 'epoch-1'"):
@@ -195,6 +204,13 @@ def test_queues_of_other_names_are_apart(site):
 def test_bad_arguments_are_refused_by_name(site, options, error, message):
     with pytest.raises(error, match=message):
         site.node("a", **options)
+
+
+def test_an_address_is_no_mailbox_and_is_refused_at_once(site):
+    lease, liveness = Lease(site.mailbox, "a", clock=site.clock), Liveness(site.mailbox, clock=site.clock)
+    lease.acquire()
+    with pytest.raises(TypeError, match="mailbox='memory://x' must be a mailbox, such as open_mailbox"):
+        SharedQueue("memory://x", "q", units=1, lease=lease, liveness=liveness)
 
 
 def test_a_queue_needs_a_lease_that_is_held(site):

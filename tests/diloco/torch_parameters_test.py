@@ -37,6 +37,13 @@ def test_shared_parameters_travel_once_and_an_embedding_is_one_under_any_name():
     assert tied.embeddings == {"head.weight"}
 
 
+def test_two_parameters_on_one_memory_are_refused_since_a_commit_would_move_it_twice():
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module[1].bias = nn.Parameter(module[0].bias.detach())
+    with pytest.raises(ValueError, match=r"'0\.bias' and '1\.bias' are the same memory"):
+        TorchParameters(module)
+
+
 def test_half_precision_is_read_as_float32():
     module = nn.Linear(2, 3).to(torch.bfloat16)
     assert set(parameters_of(module).values()) == {"BF16"}
