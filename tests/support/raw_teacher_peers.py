@@ -184,6 +184,7 @@ class RawWorker(RawPeer):
             "prefetch": self.prefetch,
             "held": held,
             "model": self.model,
+            "lane": None,
         }
         self.welcome = self.ask(messages.Ready(**{**values, **changes}), messages.Welcome)
         assert self.welcome is not None

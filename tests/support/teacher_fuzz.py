@@ -75,6 +75,7 @@ def valid_but_absurd(dice: random.Random, run_id: str) -> messages.Message:
         prefetch=16,
         held=held,
         model=model,
+        lane=dice.choice([None, "1-00000000"]),
     )
     set_model = messages.SetModel(
         request_id=dice.randbytes(8),
@@ -93,6 +94,10 @@ def valid_but_absurd(dice: random.Random, run_id: str) -> messages.Message:
             messages.Request(orders=(order,) * dice.randrange(1, 9), resent=dice.random() < 0.5),
             messages.Cancel(order_ids=(dice.randbytes(8),)),
             messages.Done(pieces=(done,) * 3, seconds=dice.random() * 1e9),
+            messages.Served(
+                segments=(messages.ServedSlots(dice.randrange(9), 2**31),) * dice.randrange(1, 9),
+                seconds=dice.random() * 1e9,
+            ),
             messages.Beat(session=dice.randbytes(16)),
             messages.Bye(),
             messages.Stats(),

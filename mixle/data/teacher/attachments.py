@@ -9,11 +9,12 @@ from typing import Any, Protocol
 
 from mixle.data.teacher.generation import Demand, Outcome, Target
 from mixle.data.teacher.keys import Keys
+from mixle.data.teacher.lane import DirectOrder
 from mixle.data.teacher.layout import SlotLayout
 from mixle.data.teacher.messages import SegmentInfo, WorkPiece
 from mixle.data.teacher.network import Sender
 from mixle.data.teacher.run import is_alive, slots_directory
-from mixle.data.teacher.segment import Segment
+from mixle.data.teacher.segment import Segment, SlotLocks
 from mixle.data.teacher.slots import Slots
 from mixle.data.teacher.specs import MOST_TENSORS
 from mixle.utils.optional_import import optional_import
@@ -131,11 +132,20 @@ class Attachments:
         while len(self._places) >= MOST_MAPS:
             self._close([next(iter(self._places))])
         if info.owner.host == self._host:
-            place: Place = _Mapped(info, layout, self.run_id, self._directory)
+            place: Place = Mapped(info, layout, self.run_id, self._directory)
         else:
             place = Sender(info, layout, **self._connection)
         self._places[info.name] = place
         return place
+
+    def mapped(self, name: str) -> Mapped | None:
+        """Return the slots of a segment of this host that work has come for; None if none is mapped by that name."""
+        place = self._places.get(name)
+        return place if isinstance(place, Mapped) else None
+
+    def told_id(self, name: str) -> int | None:
+        """Return the number by which the broker told of a segment; None if it has not."""
+        return next((one for one, info in self._told.items() if info.name == name), None)
 
     def retire(self, segment_ids: Iterable[int]) -> list[str]:
         """Let go of segments; return their names."""
@@ -171,7 +181,7 @@ class Attachments:
                 place.close()
 
 
-class _Mapped:
+class Mapped:
     """A student's slots in this host's memory: what is written there is delivered."""
 
     def __init__(
@@ -187,6 +197,7 @@ class _Mapped:
             pid=info.owner.pid,
         )
         self._slots: Slots | None = Slots(self._segment.buffer, layout, info.slot_count)
+        self._locks: SlotLocks | None = None
 
     def target(self, piece: WorkPiece) -> Target:
         assert self._slots is not None
@@ -200,8 +211,32 @@ class _Mapped:
     def deliver(self, piece: WorkPiece, outcomes: list[Outcome], demand: Demand) -> list[Outcome]:
         return outcomes
 
+    def claim(self, order: DirectOrder) -> Target | None:
+        """Take the lock of an order's slot, until :meth:`let_go`; None if its student has it, or has taken it back."""
+        slots, (_, slot, token, generation) = self._slots, order
+        if slots is None or slot >= self.info.slot_count or self.info.medium != "shm":
+            return None
+        if self._locks is None:
+            try:
+                self._locks = self._segment.locks()
+            except OSError:  # its student has taken the name away
+                return None
+        if not self._locks.hold(slot):
+            return None
+        if slots.is_awaited(slot, token, generation):
+            return Target(slots, slot, 1, token, generation)
+        self._locks.let_go(slot)
+        return None
+
+    def let_go(self, slot: int) -> None:
+        """Let the student, or another worker, have a slot that was claimed."""
+        assert self._locks is not None
+        self._locks.let_go(slot)
+
     def close(self) -> None:
         self._slots = None
+        if self._locks is not None:
+            self._locks.close()
         self._segment.close()
 
 

@@ -14,6 +14,7 @@ import stat
 import time
 from pathlib import Path
 
+from mixle.data.teacher.lane import remove_dead_lanes
 from mixle.data.teacher.run import is_running, slots_directory
 from mixle.data.teacher.segment import SHM_DIRECTORY, SegmentMedium, parse_segment_name, require_run_id, unlink_segment
 
@@ -24,10 +25,12 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.
 
 
 def clean(run_id: str | None = None, *, directory: str | os.PathLike[str] | None = None) -> list[str]:
-    """Remove this user's segments in shared memory and files whose makers are dead; return their paths.
+    """Remove this user's segments in shared memory and files whose makers are dead, and the sockets of dead workers.
+
+    Returns their paths.
 
     Args:
-        run_id: only those of this run; None for all.
+        run_id: only segments of this run; None for all.
         directory: the teacher's directory; None for the default one.
 
     Raises:
@@ -37,7 +40,7 @@ def clean(run_id: str | None = None, *, directory: str | os.PathLike[str] | None
     if run_id is not None:
         require_run_id(run_id)
     removed = _clean_place(SHM_DIRECTORY, "shm", run_id) if SHM_DIRECTORY.is_dir() else []
-    return removed + _clean_place(slots_directory(directory), "file", run_id)
+    return removed + _clean_place(slots_directory(directory), "file", run_id) + remove_dead_lanes(directory)
 
 
 def tidy(run_id: str, *, directory: str | os.PathLike[str] | None = None) -> None:

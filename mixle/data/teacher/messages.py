@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from mixle.data.teacher.errors import ProtocolError, VersionMismatch
-from mixle.data.teacher.run import HOST_ID, RUN_ID, ProcessIdentity
+from mixle.data.teacher.run import HOST_ID, LANE_NAME, RUN_ID, ProcessIdentity
 from mixle.utils.optional_import import optional_import
 
 msgpack = optional_import("msgpack", extra="teacher")
@@ -113,6 +113,13 @@ class HeldPiece(NamedTuple):
     first_slot: int
     count: int  # type: ignore[assignment]
     token: int
+
+
+class ServedSlots(NamedTuple):
+    """How many slots of one segment were ordered from a worker directly, and are complete."""
+
+    segment_id: int
+    count: int  # type: ignore[assignment]
 
 
 class SegmentInfo(NamedTuple):
@@ -245,6 +252,7 @@ _HEARTBEAT = _real(0.001, 3_600.0)
 _DATA_ENDPOINT = _optional(_text(256, re.compile(r"tcp://\S+:[0-9]{1,5}")))
 _DATA_KEY = _optional(_bytes(40))
 _MEDIUM = _choice("shm", "file")
+_LANE = _optional(_text(16, LANE_NAME))
 
 _MODEL_ROW = _row(ModelState, _GENERATION, _MODEL_ID, _CFG, _bytes(0, 16))
 _IDENTITY = _row(ProcessIdentity, _text(16, HOST_ID), _integer(1, 2**31), _integer(0, 2**62))
@@ -255,6 +263,7 @@ _ANY_WORK_PIECE = _range(
 )
 _ANY_DONE_PIECE = _range(_row(DonePiece, _TICKET, _FIRST, _COUNT, _integer(0, 2), _optional(_TEXT)), 1, 2)
 _HELD_PIECE = _range(_row(HeldPiece, _TICKET, _SEGMENT_NAME, _FIRST, _COUNT, _TOKEN), 2, 3)
+_SERVED = _row(ServedSlots, _integer(0, MAX_SEGMENT_ID), _integer(1, 2**31))
 _SEGMENT = _row(
     SegmentInfo,
     _integer(0, MAX_SEGMENT_ID),
@@ -391,7 +400,10 @@ class Hello(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready(Message):
-    """Worker to backend: register; ``slot_size`` is the largest sample in bytes, ``held`` what it may still write."""
+    """Worker to backend: register. ``slot_size`` is the largest sample in bytes, ``held`` what it may still write.
+
+    ``lane`` is the name of the socket at which students of its host may order directly.
+    """
 
     COMMAND = b"READY"
     version: int = checked(_VERSION)
@@ -404,6 +416,7 @@ class Ready(Message):
     prefetch: int = checked(_integer(1, MAX_PREFETCH))
     held: tuple[HeldPiece, ...] = checked(_rows(_HELD_PIECE, MAX_PIECES))
     model: ModelState = checked(_MODEL_ROW)
+    lane: str | None = checked(_LANE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -473,10 +486,14 @@ class Cancel(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Complete(Message):
-    """Broker to student: final. The worker says that these slots are complete; their headers are the truth."""
+    """Broker to student: final. The worker says that these slots are complete; their headers are the truth.
+
+    ``lane`` is where the student may order a slot directly while it has no other on order.
+    """
 
     COMMAND = b"COMPLETE"
     pieces: tuple[Piece, ...] = checked(_rows(_piece, MAX_PIECES, at_least=1))
+    lane: str | None = checked(_LANE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -530,6 +547,15 @@ class Done(Message):
 
     COMMAND = b"DONE"
     pieces: tuple[DonePiece, ...] = checked(_rows(_done_piece, MAX_PIECES, at_least=1))
+    seconds: float = checked(_real(0.0, 1e9))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served(Message):
+    """Worker: what students ordered from it directly since it last said so, and the seconds that the generator took."""
+
+    COMMAND = b"SERVED"
+    segments: tuple[ServedSlots, ...] = checked(_rows(_SERVED, MAX_PIECES, at_least=1))
     seconds: float = checked(_real(0.0, 1e9))
 
 

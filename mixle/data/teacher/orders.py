@@ -20,7 +20,6 @@ HELD     its reader has it                  :meth:`~Orders.release`: FREE
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 from collections import deque
@@ -90,6 +89,8 @@ class Orders:
     @property
     def free(self) -> int:
         """The number of slots that could be ordered now."""
+        if 0 not in self._settlements:
+            return self._states.count(FREE)
         return sum(count for _, count in self._placeable())
 
     @property
@@ -129,21 +130,35 @@ class Orders:
             ]
         return self._runs
 
-    def place(self, generation: int) -> list[Order]:
-        """Order every free slot: one order for each run of neighbours."""
+    def place(self, generation: int, *, directly: bool = False) -> list[Order]:
+        """Order every free slot: one order for each run of neighbours; of those made ``directly`` no broker hears."""
         orders = []
         self._runs = None
         for first, count in self._placeable():
-            order_id = os.urandom(8)
             token, self._next_token = self._next_token, (self._next_token + count) & U64
-            slots = slice(first, first + count)
+            slots = first if count == 1 else slice(first, first + count)  # an index takes a fraction of the time
             self.state[slots] = ORDERED
-            self._settled[slots] = False
+            self._settled[slots] = directly
             self.token[slots] = token if count == 1 else np.uint64(token) + np.arange(count, dtype=np.uint64)
             self.generation[slots] = generation
-            self._order[slots] = int.from_bytes(order_id, "little")
-            orders.append(Order(order_id, first, count, token, generation))
+            self._order[slots] = token
+            orders.append(Order(token.to_bytes(8, "little"), first, count, token, generation))
         return orders
+
+    def land(self, slot: int) -> None:
+        """Note one slot, as :meth:`landed` does."""
+        state = self._states[slot]
+        if state == DRAINING:
+            self._states[slot] = FREE
+        elif state in (ORDERED, LOST):
+            self._states[slot] = READY
+        else:
+            return
+        self._runs = None
+        self._writers.pop(slot, None)
+        first = slot - slot % self.size
+        if self._states.count(READY, first, first + self.size) == self.size:
+            self._ready.append(first)
 
     def landed(self, complete: NDArray[np.bool_], *, first: int = 0) -> None:
         """Note the slots from ``first`` on whose headers say that what they were ordered for is there."""
@@ -222,6 +237,10 @@ class Orders:
         self._free(slots)
         self._settled[slots] = True
 
+    def withdraw(self, order: Order) -> None:
+        """Free the slots of an order that was made directly, and that nobody will write any more."""
+        self._free(self.of(*order[:3]))
+
     def supersede(self, generation: int) -> int:
         """Give up everything older than ``generation`` but what is held; return how many complete samples that were."""
         old = self.generation < generation
@@ -239,7 +258,7 @@ class Orders:
         if not self._ready:
             return None
         first = self._ready.popleft()
-        self.state[first : first + self.size] = HELD
+        self._set_group(first, HELD)
         return first
 
     def holds(self, first: int, token: int) -> bool:
@@ -252,14 +271,15 @@ class Orders:
         Raises:
             ValueError: no such group is held.
         """
-        if not 0 <= first < self.usable or first % self.size or self.state[first] != HELD:
+        if not 0 <= first < self.usable or first % self.size or self._states[first] != HELD:
             raise ValueError(f"slot_id={first} is not held; release what was handed out, once")
-        self.state[first : first + self.size] = FREE
+        self._set_group(first, FREE)
 
     def unfinished(self) -> list[Order]:
         """Return what a broker that knows nothing must be told again: all that is open, but for a silent worker's."""
         told = (self.state == ORDERED) | (self.state == DRAINING)
         told[list(self._writers)] = False
+        told &= ~self._settled
         self._settled[(self.state == FREE) | (self.state >= READY)] = True  # of these no broker has anything to say
         orders = []
         for first, count in self._by_order(_TRUE.finditer(told.tobytes())):
@@ -271,8 +291,16 @@ class Orders:
         same: NDArray[np.bool_] = self._order[slots] == np.uint64(int.from_bytes(order_id, "little"))
         return same
 
+    def _set_group(self, first: int, state: int) -> None:
+        if self.size == 1:
+            self._states[first] = state
+        else:
+            self.state[first : first + self.size] = state
+
     def _placeable(self) -> list[tuple[int, int]]:
         """Return (first, count) of the neighbours that may be ordered."""
+        if FREE not in self._states:
+            return []
         return [
             (match.start(), match.end() - match.start())
             for free in _FREE.finditer(self._states)

@@ -86,6 +86,7 @@ class Peer:
         self._model_lock = threading.Lock()
         self._inbox: deque[messages.Message] = deque()
         self._due = self._awaiting = self._closed = False
+        self._beside: int | None = None
         self._seen_at = self._welcomed_at = float("-inf")
         self._alarm, self._beat_alarm = _Alarm(), _Alarm()
         zmq = self._zmq
@@ -152,11 +153,17 @@ class Peer:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return None
-                woken = self._alarm.fd in dict(self._poller.poll(left * 1000))
+                ready = dict(self._poller.poll(left * 1000))
+                woken = self._alarm.fd in ready
                 if woken:
                     self._alarm.clear()
-            if woken and not self._due and not self._inbox:
+            if self._beside in ready or (woken and not self._due and not self._inbox):
                 return None
+
+    def attend_also(self, fd: int) -> None:
+        """Make a :meth:`receive` that waits return None when there is something to read at ``fd``, too."""
+        self._beside = fd
+        self._poller.register(fd, self._zmq.POLLIN)
 
     def send(self, message: messages.Message) -> bool:
         """Send it and return True; False if this peer is not registered now: it is due again after the next Welcome."""
@@ -432,14 +439,17 @@ class _Alarm:
         os.set_blocking(self.fd, False)
         os.set_blocking(self._write_fd, False)
         self._closed = False
+        # Or another thread would write to a number that is another file by then; a handler may come within close().
+        self._lock = threading.RLock()
 
     def ring(self) -> None:
-        if self._closed:
-            return
-        try:
-            os.write(self._write_fd, b"!")
-        except BlockingIOError:
-            return
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                os.write(self._write_fd, b"!")
+            except BlockingIOError:
+                return
 
     def clear(self) -> None:
         try:
@@ -448,6 +458,7 @@ class _Alarm:
             return
 
     def close(self) -> None:
-        self._closed = True
-        os.close(self.fd)
-        os.close(self._write_fd)
+        with self._lock:
+            self._closed = True
+            os.close(self.fd)
+            os.close(self._write_fd)

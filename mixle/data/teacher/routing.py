@@ -46,7 +46,7 @@ _ACCEPTED: dict[Channel, frozenset[type[Message]]] = {
             messages.Beat,
         }
     ),
-    "backend": frozenset({messages.Ask, messages.Ready, messages.Done, messages.Bye, messages.Beat}),
+    "backend": frozenset({messages.Ask, messages.Ready, messages.Done, messages.Served, messages.Bye, messages.Beat}),
     "control": frozenset({messages.Ask, messages.SetModel, messages.Stop}),
 }
 
@@ -155,6 +155,9 @@ class Routing:
             case messages.Done() if peer is not None and isinstance(peer.entry, Worker):
                 self._hear(peer, now)
                 self.scheduler.report(peer.entry, message.pieces, message.seconds, now)
+            case messages.Served() if peer is not None and isinstance(peer.entry, Worker):
+                self._hear(peer, now)
+                self.scheduler.served(peer.entry, message.segments, message.seconds)
             case messages.Beat():
                 self._beat(channel, connection, message, now)
             case messages.Ask():
@@ -349,7 +352,8 @@ class Routing:
 
     def _ready(self, connection: bytes, ready: messages.Ready, now: float) -> None:
         known = self._sessions.get(ready.session or b"") or self._connections.get(("backend", connection))
-        worker = Worker(ready.identity, ready.slot_size, ready.max_batch, Globs(ready.patterns), ready.prefetch)
+        globs = Globs(ready.patterns)
+        worker = Worker(ready.identity, ready.slot_size, ready.max_batch, globs, ready.prefetch, lane=ready.lane)
         if known is not None and _same_worker(known, ready):
             self._rebind(known, connection, now)
             entry = known.entry
@@ -620,7 +624,8 @@ def _same_worker(peer: Peer, ready: messages.Ready) -> bool:
     return (
         isinstance(entry, Worker)
         and (peer.name, peer.identity) == (ready.worker_id, ready.identity)
-        and (entry.slot_size, entry.max_batch, entry.prefetch) == (ready.slot_size, ready.max_batch, ready.prefetch)
+        and (entry.slot_size, entry.max_batch, entry.prefetch, entry.lane)
+        == (ready.slot_size, ready.max_batch, ready.prefetch, ready.lane)
         and entry.globs.patterns == ready.patterns
     )
 

@@ -28,6 +28,7 @@ DIRECTORY_VARIABLE = "MIXLE_TEACHER_DIR"
 MAX_IPC_PATH_BYTES = 107
 RUN_ID = re.compile(r"[0-9a-f]{8}")
 HOST_ID = re.compile(r"[0-9a-f]{16}")
+LANE_NAME = re.compile(r"[1-9a-f][0-9a-f]{0,6}-[0-9a-f]{8}")
 SECRET_BYTES = 32
 
 _TCP = re.compile(r"tcp://(?P<host>\*|\[[0-9A-Fa-f:.%a-z]+\]|[0-9A-Za-z_.-]+):(?P<port>[0-9]{1,5}|\*)")

@@ -109,6 +109,7 @@ class Student:
     completed: int = 0
     failed: int = 0
     silent: bool = False
+    maker: Worker | None = None  # of what it was last told is complete
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +127,7 @@ class Worker:
     told: dict[Student, int] = field(default_factory=dict)
     told_model: ModelState | None = None
     next_segment_id: int = 0
+    lane: str | None = None
     turn: int = 0
     serves: bool = False
     silent: bool = False
@@ -140,6 +142,12 @@ class Worker:
         if self.seconds is None:
             return 1
         return max(1, min(PIECE_SLOTS, int(PIECE_SECONDS / self.seconds)))
+
+    def learn(self, seconds: float, slots: int) -> None:
+        """Take note of what some slots took it."""
+        if slots:
+            spent = max(seconds / slots, 1e-7)
+            self.seconds = spent if self.seconds is None else 0.7 * self.seconds + 0.3 * spent
 
     @property
     def has_room(self) -> bool:
@@ -165,6 +173,7 @@ class Counts:
 
     ordered: int = 0
     completed: int = 0
+    direct: int = 0
     failed: int = 0
     retried: int = 0
     requeued: int = 0
@@ -383,6 +392,7 @@ class Scheduler:
             wanted = self._close_unwanted(ticket, bits)
             if student is not None and wanted:
                 student.completed += count
+                student.maker = worker
                 self.latencies.append(now - part.asked_at)
                 told = self._complete.setdefault(student, [])
                 if wanted == bits:
@@ -391,11 +401,23 @@ class Scheduler:
                     told += [Piece(part.order_id, *run) for run in runs(wanted)]
                 self._close(ticket, wanted)
         self.counts.unknown_tickets += unknown
-        if slots:
-            spent = max(seconds / slots, 1e-7)
-            worker.seconds = spent if worker.seconds is None else 0.7 * worker.seconds + 0.3 * spent
+        worker.learn(seconds, slots)
         self._note_room(worker)
         return unknown
+
+    def served(self, worker: Worker, segments: Iterable[messages.ServedSlots], seconds: float) -> None:
+        """Count what students ordered from a worker directly."""
+        students = {segment_id: student for student, segment_id in worker.told.items()}
+        slots = 0
+        for segment_id, count in segments:
+            slots += count
+            if (student := students.get(segment_id)) is not None:  # else it has left
+                student.completed += count
+        worker.completed += slots
+        self.counts.ordered += slots
+        self.counts.completed += slots
+        self.counts.direct += slots
+        worker.learn(seconds, slots)
 
     def switch(self, model: ModelState) -> None:
         """Serve another model from now on; what is queued of the one before is dropped."""
@@ -443,8 +465,9 @@ class Scheduler:
         out, self._out = self._out, []
         if self._complete:
             for student, pieces in self._complete.items():
+                lane = self._lane(student)
                 for some in _split(pieces):
-                    out.append((student, messages.Complete(pieces=some)))
+                    out.append((student, messages.Complete(pieces=some, lane=lane)))
             self._complete = {}
         if self._dropped:
             for student, pieces in self._dropped.items():
@@ -452,6 +475,17 @@ class Scheduler:
                     out.append((student, messages.Dropped(pieces=some, model=self.model)))
             self._dropped = {}
         return out
+
+    def _lane(self, student: Student) -> str | None:
+        """Return where a student may order directly: at who made its last sample, if that is idle and fast.
+
+        With a slow one nothing is won, and what the broker gives it meanwhile would wait.
+        """
+        worker, info = student.maker, student.info
+        if worker is None or worker.tickets or self._queued or (worker.seconds or math.inf) > PIECE_SECONDS:
+            return None
+        near = info.owner.host == worker.identity.host and info.medium == "shm" and info.data_endpoint is None
+        return worker.lane if near and worker.serves and not worker.silent and worker in self.workers else None
 
     @property
     def queued(self) -> int:

@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import stat
+import struct
 from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -27,6 +28,8 @@ SegmentMedium: TypeAlias = Literal["shm", "file"]
 SEGMENT_MEDIUMS: tuple[SegmentMedium, ...] = ("shm", "file")
 MOST_NAME_CHARACTERS = 31
 SHM_DIRECTORY = Path("/dev/shm")
+
+LOCKS_AVAILABLE = hasattr(fcntl, "F_OFD_SETLK")
 
 _NAME = re.compile(r"/mx([0-9a-f]{8})-([1-9a-f][0-9a-f]{0,6})-([0-9a-f]{6})")
 _RUN_ID = re.compile(r"[0-9a-f]{8}")
@@ -186,6 +189,14 @@ class Segment:
             with suppress(BufferError):  # the last view over it unmaps it
                 memory.close()
 
+    def locks(self) -> SlotLocks:
+        """Return locks on the slots, which exclude those of every other holder, be it in this process.
+
+        Raises:
+            FileNotFoundError: the name was taken away.
+        """
+        return SlotLocks(_open(self.name, self._directory, os.O_RDWR))
+
     def unlink(self) -> None:
         """Take the name away, if this process made the segment; who has it mapped keeps the memory. Idempotent."""
         if self.owner:
@@ -200,6 +211,38 @@ class Segment:
 
     def __repr__(self) -> str:
         return f"Segment({self.name}, {self.medium}, {self.size} bytes{'' if self._memory else ', closed'})"
+
+
+class SlotLocks:
+    """Exclusive locks on slots of one segment; the system drops them when their holder dies. Made by a segment."""
+
+    _LOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        _locks.add(descriptor)
+
+    def hold(self, slot: int) -> bool:
+        """Take the lock on a slot; False if another has it, or these are closed. Does not wait."""
+        if self._descriptor < 0:
+            return False
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, self._LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0))
+        except BlockingIOError:
+            return False
+        return True
+
+    def let_go(self, slot: int) -> None:
+        """Drop the lock on a slot."""
+        if self._descriptor >= 0:
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, self._LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, slot, 1, 0))
+
+    def close(self) -> None:
+        """Drop all of them. Idempotent."""
+        if self._descriptor in _locks:  # else this is a fork of who made them
+            _locks.discard(self._descriptor)
+            os.close(self._descriptor)
+        self._descriptor = -1
 
 
 def unlink_segment(name: str, *, medium: SegmentMedium, directory: str | Path | None = None) -> bool:

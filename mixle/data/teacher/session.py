@@ -11,14 +11,16 @@ import os
 import platform
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from types import TracebackType
 from typing import Any
 
 from mixle.data.teacher import doorbell, messages
 from mixle.data.teacher.cleanup import tidy
 from mixle.data.teacher.errors import GeneratorFailed, TeacherError
 from mixle.data.teacher.fence import Fence
+from mixle.data.teacher.lane import AVAILABLE, StudentLane
 from mixle.data.teacher.messages import MAX_PIECES, Order, Piece
 from mixle.data.teacher.network import Receiver, own_address
 from mixle.data.teacher.orders import Orders
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 WATCH_S = 0.002
 GATHER_S = 0.002
+DIRECT_S = 0.02
 ORDER_S = 0.001  # that a free slot waits at most for others to be ordered with
 TICK_S = 0.1
 BEHIND_S = 0.05
@@ -72,6 +75,7 @@ class Session:
         self._hold_until = 0.0
         self._stats: bytes | None = None
         self._receiver: Receiver | None = None
+        self._lane: StudentLane | None = None
         self._owed: deque[tuple[float, Piece]] = deque()
         self._missed: Counter[int] = Counter()
         self._pid = os.getpid()
@@ -84,6 +88,8 @@ class Session:
             self.slots = Slots(self.segment.buffer, station.layout, station.slot_count)
             self.slots.initialize()
             self._receiver = self._listening()
+            if AVAILABLE and station.medium == "shm" and self._receiver is None:
+                self._lane = StudentLane(self.segment, station.runs_directory)
             registration = _Registration(station, self.segment.name, self._receiver)
             self.peer = registration.peer = Peer(
                 station.frontend,
@@ -101,6 +107,8 @@ class Session:
         except BaseException:
             if self._receiver is not None:
                 self._receiver.close()
+            if self._lane is not None:
+                self._lane.leave()
             self.segment.unlink()
             raise
         on_event("registered", {"run_id": self.run.run_id, "segment": self.segment.name})
@@ -124,6 +132,8 @@ class Session:
         if self._orders is None:
             self._orders = Orders(self.station.slot_count, size=size)
         first = self._take()
+        if first is None and self._lane is not None and self._lane.order is not None:
+            first = self._await_direct(self._lane.order, until)
         if first is None:
             self._peek()
             self.hear(0.0)
@@ -134,6 +144,8 @@ class Session:
                 raise self.failures.popleft()
             if self.spent:
                 return None
+            if self._lane is not None and self._lane.order is not None:
+                self._recall(self._lane, self._lane.order)
             self._place(at_least=self._orders.usable // 4)
             left = until - time.monotonic()
             if left <= 0:
@@ -141,6 +153,9 @@ class Session:
             if not watched:
                 watched = True
                 self._watch(min(left, WATCH_S))
+            elif self._lane is not None and self._lane.order is not None:
+                self._watch(min(left, DIRECT_S))  # no message will tell of it
+                self.hear(0.0)
             elif not self.hear(min(left, GATHER_S)) and (first := self._woken()) is None:
                 self._place()
                 if not self.hear(min(left, TICK_S)):
@@ -171,19 +186,16 @@ class Session:
         self._released += self._orders.size
         if not self.spent and (self._released * 4 >= self._orders.usable or self._is_due()):
             with self.whole():
-                self.hear(0.0)
+                directly = self._lane is not None and self._lane.is_open
+                if not directly:
+                    self.hear(0.0)  # of slots that may be ordered then
                 self._place()
+                if directly:
+                    self.hear(0.0)
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
+    def whole(self) -> _Whole:
         """Give the session up if the block is interrupted: it may not know any more what is ordered where."""
-        try:
-            yield
-        except TeacherError:
-            raise
-        except BaseException:
-            self.spent = True
-            raise
+        return _Whole(self)
 
     def statistics(self, deadline_s: float) -> bytes | None:
         """Return the broker's figures as it packed them; None if it does not answer within ``deadline_s``."""
@@ -203,6 +215,8 @@ class Session:
         try:
             if self._receiver is not None:
                 self._receiver.close()
+            if self._lane is not None:
+                self._lane.leave()
             self.peer.close(messages.Bye())
         finally:  # a signal's handler may raise in the middle of it
             self.segment.unlink()
@@ -219,6 +233,8 @@ class Session:
             return None
         whole = self.slots.is_intact(first) if orders.size == 1 else bool(self.slots.intact(first, orders.size).all())
         if whole:
+            if self._lane is not None and self._lane.order is not None and self._lane.order.first_slot == first:
+                self._lane.order = None
             self.served += orders.size
             for slot in range(first, first + orders.size) if self._missed else ():
                 del self._missed[slot]
@@ -238,6 +254,8 @@ class Session:
         generation = self.fence.generation
         if generation != self._generation:
             self._generation = generation
+            if self._lane is not None:
+                self._lane.grant(None)
             if self._orders is not None:
                 self.stale += self._orders.supersede(generation)
 
@@ -253,6 +271,11 @@ class Session:
             return
         self._released = 0
         self._placed_at = time.monotonic()
+        if self._lane is not None and self._lane.is_open and free == 1 and not orders.outstanding:
+            (order,) = self._placed(directly=True)
+            if self._lane.offer(order):
+                return
+            orders.withdraw(order)
         self._send(self._placed(), resent=False)
 
     def _is_due(self) -> bool:
@@ -260,9 +283,9 @@ class Session:
         assert self._orders is not None
         return not self._orders.ready and time.monotonic() - self._placed_at > ORDER_S
 
-    def _placed(self) -> list[Order]:
+    def _placed(self, *, directly: bool = False) -> list[Order]:
         assert self._orders is not None
-        orders = self._orders.place(self._generation)
+        orders = self._orders.place(self._generation, directly=directly)
         with nullcontext() if self._receiver is None else self._receiver.lock:
             for order in orders:
                 self.slots.prepare(order.first_slot, order.count, order.token, order.generation)
@@ -301,6 +324,34 @@ class Session:
         if self.slots.wait(*self._ahead(runs[0]), seconds):
             self._peek()
 
+    def _await_direct(self, order: Order, until: float) -> int | None:
+        """Sleep until what was ordered directly is there, for a moment."""
+        seconds = min(until - time.monotonic(), WATCH_S)
+        if seconds > 0 and self.slots.wait(order.first_slot, order.token, order.generation, seconds):
+            assert self._orders is not None
+            self._orders.land(order.first_slot)
+        return self._take()
+
+    def _recall(self, lane: StudentLane, order: Order) -> None:
+        """Take a direct order back, to make it through the broker, if its worker has not begun to make it."""
+        orders = self._orders
+        assert orders is not None
+        waited_s = time.monotonic() - lane.offered_at
+        if orders.first_open(*order[:3]) is None:
+            lane.order = None
+        elif waited_s > WATCH_S or order.generation < self._generation:
+            with lane.held(order.first_slot) as held:
+                if held:
+                    self._look()
+                    if orders.first_open(*order[:3]) is not None:
+                        self.slots.prepare(order.first_slot, 1, 0, 0)  # what that worker was asked for is void
+                        orders.withdraw(order)
+                    lane.order = None
+                    lane.grant(None)
+                elif waited_s > self.welcome.timeout_s:
+                    self._on_event("lost", {"worker": None, "slots": 1, "dead": False})
+                    self.spent = True
+
     def _look(self) -> None:
         """Look at the header of every slot that may be complete."""
         if self._orders is not None and STORES_IN_ORDER:
@@ -314,6 +365,10 @@ class Session:
 
     def _land(self, orders: Orders, runs: list[tuple[int, int, int, int]]) -> None:
         for first, count, token, generation in runs:
+            if count == 1:
+                if self.slots.is_complete(first, token, generation):
+                    orders.land(first)
+                continue
             orders.landed(self.slots.complete(first, count, token, generation), first=first)
 
     def _ahead(self, run: tuple[int, int, int, int]) -> tuple[int, int, int]:
@@ -339,7 +394,9 @@ class Session:
 
     def _attend(self, message: messages.Message) -> None:
         match message:
-            case messages.Complete(pieces=pieces):
+            case messages.Complete(pieces=pieces, lane=lane):
+                if self._lane is not None:
+                    self._lane.grant(lane)
                 for piece in pieces:
                     if self._receiver is not None and self._look_at(piece):
                         self._owed.append((time.monotonic() + self.welcome.timeout_s, piece))
@@ -452,6 +509,24 @@ class Session:
         if self._orders is not None:
             self._look()
             self._send(self._orders.unfinished(), resent=True)
+
+
+class _Whole:
+    """See :meth:`Session.whole`; a class, since it is entered twice for every sample."""
+
+    __slots__ = ("_session",)
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and not issubclass(kind, TeacherError):
+            self._session.spent = True
 
 
 class _Registration:

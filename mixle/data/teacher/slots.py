@@ -133,6 +133,16 @@ class Slots:
             and self._words[word + _LENGTH] == self.layout.packed_bytes
         )
 
+    def is_awaited(self, slot: int, token: int, generation: int) -> bool:
+        """Tell whether a slot is of this order, and not complete."""
+        base = self._base(slot)
+        word = base >> 3
+        return (
+            self._words[word] == token
+            and self._words[word + 1] == generation
+            and self._states[(base >> 2) + _STATUS] != COMPLETE
+        )
+
     def wait(self, slot: int, token: int, generation: int, timeout_s: float) -> bool:
         """Sleep until :meth:`is_complete`, or ``timeout_s``; tell whether it is. Only if ``doorbell.AVAILABLE``."""
         watched = (self._base(slot) >> 2) + _WATCHED

@@ -64,6 +64,7 @@ class BrokerStats:
     working: int
     ordered: int
     completed: int
+    direct: int
     failed: int
     retried: int
     requeued: int
@@ -149,6 +150,7 @@ _METRICS = {
     "latency_p99_s": ("gauge", "99th percentile of seconds from order to completion, lately."),
     "ordered": ("counter", "Slots ordered."),
     "completed": ("counter", "Slots completed."),
+    "direct": ("counter", "Slots of these that students ordered from workers directly."),
     "failed": ("counter", "Slots given up after their last try."),
     "retried": ("counter", "Slots tried again after a generator failed."),
     "requeued": ("counter", "Slots given to another worker."),

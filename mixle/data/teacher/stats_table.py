@@ -36,7 +36,7 @@ def table(figures: BrokerStats) -> Group:
         ("model", f"{figures.model_id!r}, generation {figures.generation}"),
         ("leader", figures.leader or "none yet"),
         ("queued / at workers", f"{figures.queued:,} / {figures.working:,}"),
-        ("completed", f"{figures.completed:,} ({figures.rate:,.1f} per second)"),
+        ("completed", f"{figures.completed:,} ({figures.rate:,.1f} per second), {figures.direct:,} of them directly"),
         ("latency p50 / p99", f"{_milliseconds(figures.latency_p50_s)} / {_milliseconds(figures.latency_p99_s)}"),
         ("failed / retried", f"{figures.failed:,} / {figures.retried:,}"),
         ("given to another worker", f"{figures.requeued:,}"),

@@ -14,7 +14,7 @@ import secrets
 import signal
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count as counter
@@ -26,7 +26,19 @@ from mixle.data.teacher.attachments import Attachments, Place
 from mixle.data.teacher.cleanup import tidy
 from mixle.data.teacher.generation import Demand, Generator, GeneratorFunction, Interrupted, Target
 from mixle.data.teacher.keys import Keys, require_keys
-from mixle.data.teacher.messages import FAILED, NO_MODEL, SKIPPED, DonePiece, HeldPiece, ModelState, WorkPiece
+from mixle.data.teacher.lane import AVAILABLE, Lane
+from mixle.data.teacher.messages import (
+    DONE,
+    FAILED,
+    MAX_PIECES,
+    NO_MODEL,
+    SKIPPED,
+    DonePiece,
+    HeldPiece,
+    ModelState,
+    ServedSlots,
+    WorkPiece,
+)
 from mixle.data.teacher.peer import Peer, refusal
 from mixle.data.teacher.run import process_identity, require_endpoint, require_host_id, teacher_directory
 from mixle.utils.exact import require_exact_bool, require_exact_int, require_finite_float
@@ -136,6 +148,9 @@ class Worker:
         self._model = NO_MODEL
         self._peer: Peer | None = None
         self._attachments: Attachments | None = None
+        self._lane: Lane | None = None
+        self._direct: Counter[str] = Counter()
+        self._direct_s = 0.0
         self._queue: deque[Task] = deque()
         self._held: dict[bytes, HeldPiece] = {}
         self._unsent: list[messages.Done] = []
@@ -221,6 +236,7 @@ class Worker:
     def _run(self) -> None:
         if self._demand.ended:
             return
+        self._lane = self._listening()
         with Peer(
             self.backend_endpoint,
             self._registration,
@@ -230,6 +246,8 @@ class Worker:
         ) as peer:
             self._peer = peer
             try:
+                if self._lane is not None:
+                    peer.attend_also(self._lane.fd)
                 self._begin(peer)
                 self._serve(peer)
                 self._give_back(peer)
@@ -237,6 +255,16 @@ class Worker:
                 if self._attachments is not None:
                     self._attachments.close()
                 peer.close(messages.Bye())
+                if self._lane is not None:
+                    self._lane.close()
+
+    def _listening(self) -> Lane | None:
+        """Return where students of this host may order directly; None where that cannot be."""
+        try:
+            return Lane(self._directory) if AVAILABLE else None
+        except OSError as error:
+            logger.info("worker %s takes no direct orders: %s", self.worker_id, error)
+            return None
 
     def _begin(self, peer: Peer) -> None:
         deadline = time.monotonic() + self._deadline_s
@@ -259,6 +287,8 @@ class Worker:
                 message = peer.receive(0)
             if self._queue:
                 self._work(peer)
+            elif self._lane is not None:
+                self._work_directly(self._lane)
             if time.monotonic() - self._swept_at > SWEEP_S:
                 self._sweep()
                 silent = peer.welcome is not None and peer.silent_s > peer.welcome.timeout_s
@@ -278,6 +308,7 @@ class Worker:
         for task in self._queue:
             self._report(peer, [_row(task.piece, SKIPPED)], 0.0)
         self._queue.clear()
+        self._tell_served(peer)
         logger.info("worker %s stops; %d slots that were not begun go back to the broker", self.worker_id, given_back)
         self._tell("stopped", given_back=given_back)
 
@@ -325,6 +356,7 @@ class Worker:
             prefetch=self.prefetch,
             held=tuple(self._held.copy().values()),
             model=self._model,
+            lane=None if self._lane is None else self._lane.name,
         )
 
     def _hear_of(self, model: ModelState) -> None:
@@ -340,6 +372,7 @@ class Worker:
                 self._take(peer, message)
             case messages.Retire(segment_ids=segment_ids):
                 assert self._attachments is not None
+                self._tell_served(peer)  # while it is known by which number
                 self._drop(peer, self._attachments.retire(segment_ids))
             case messages.Welcome() as welcome:
                 self._be_welcome(peer, welcome)
@@ -424,6 +457,7 @@ class Worker:
         assert self._attachments is not None and self._peer is not None
         self._swept_at = time.monotonic()
         self._drop(self._peer, self._attachments.sweep())
+        self._tell_served(self._peer)
 
     # ---- work
 
@@ -452,6 +486,43 @@ class Worker:
         if self._demand.newest > model.generation:
             self._tell_of_the_end(rows)
         self._report(peer, rows, time.perf_counter() - began)
+
+    def _work_directly(self, lane: Lane) -> None:
+        """Make the slot that a student asked for, unless the broker would give it to another by now."""
+        order = lane.take()
+        model, attachments = self._told_model, self._attachments
+        if order is None or model is None or attachments is None:
+            return
+        place = attachments.mapped(order.segment)
+        if place is None or not order.generation == model.generation >= self._demand.newest:
+            return
+        target = place.claim(order)
+        if target is None:
+            return
+        began = time.perf_counter()
+        try:
+            self._calling = True
+            results = self._generator.fill([target], model.model_id, self._cfg(model), self._demand)
+        except Interrupted:
+            logger.warning("worker %s was interrupted; its sample is abandoned", self.worker_id)
+            self._tell("abandoned", slots=1)
+            return
+        finally:
+            self._calling = False
+            place.let_go(order.slot)
+        if results[0][0].outcome == DONE:  # of what failed the student's order by way of the broker will tell
+            self._direct[order.segment] += 1
+            self._direct_s += time.perf_counter() - began
+
+    def _tell_served(self, peer: Peer) -> None:
+        """Report what was ordered directly."""
+        assert self._attachments is not None
+        direct, self._direct = self._direct, Counter()
+        told = [(self._attachments.told_id(name), count) for name, count in direct.items()]
+        rows = [ServedSlots(one, count) for one, count in told if one is not None]
+        if rows:
+            peer.send(messages.Served(segments=tuple(rows[:MAX_PIECES]), seconds=self._direct_s))
+        self._direct_s = 0.0
 
     def _next_call(self, peer: Peer) -> tuple[list[Task], list[Target], list[Place]]:
         assert self._attachments is not None

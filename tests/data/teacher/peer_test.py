@@ -30,6 +30,7 @@ def ready(session: bytes | None = None, held: tuple[HeldPiece, ...] = ()) -> mes
         prefetch=2,
         held=held,
         model=messages.NO_MODEL,
+        lane=None,
     )
 
 

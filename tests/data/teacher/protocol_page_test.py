@@ -31,6 +31,7 @@ def test_every_message_and_row_is_in_the_list():
     titles = set(re.findall(r"^\*\*(.+?)\*\*:", describe.page(), re.MULTILINE))
     commands = {kind.COMMAND.decode() for name, kind in describe.KINDS.items() if name != "News"}
     rows = {"ModelState", "ProcessIdentity", "Order", "Piece", "WorkPiece", "DonePiece", "HeldPiece", "SegmentInfo"}
+    rows |= {"ServedSlots"}
     assert titles == {*commands, *rows, "the topic"}
 
 

@@ -295,7 +295,7 @@ def test_a_silent_workers_slots_are_lost_but_given_to_nobody_until_it_is_done():
     assert not given_to(sent, other)
     scheduler.silence_worker(silent, False)
     report(scheduler, silent, pieces)
-    assert told(scheduler.take(0.0), asking) == [messages.Complete(pieces=((mine.order_id, 0, 1),))]
+    assert told(scheduler.take(0.0), asking) == [messages.Complete(pieces=((mine.order_id, 0, 1),), lane=None)]
 
 
 def test_a_silent_worker_that_dies_gives_its_slots_back_for_good():
@@ -346,7 +346,7 @@ def test_an_order_of_a_slot_that_is_complete_but_not_reported_waits_for_the_repo
     [(_, work)] = scheduler.take(0.0)
     assert work.pieces[0].token == 99
     report(scheduler, working, work.pieces)
-    assert told(scheduler.take(0.0), asking) == [messages.Complete(pieces=((early.order_id, 0, 1),))]
+    assert told(scheduler.take(0.0), asking) == [messages.Complete(pieces=((early.order_id, 0, 1),), lane=None)]
 
 
 def test_a_switch_drops_what_is_queued_and_what_comes_of_the_older_generation():
@@ -458,7 +458,7 @@ def test_after_a_restart_what_a_worker_holds_is_tied_to_the_resent_order_whoever
                 report(scheduler, who, given_to(sent, who))
         assert sorted(seen) == [0, 1, 5, 6, 7]
         scheduler.report(holder, [DonePiece(b"t" * 16, 2, 3, DONE, None)], 1.0, 1.0)
-        assert told(scheduler.take(1.0), asking) == [messages.Complete(pieces=((mine.order_id, 2, 3),))]
+        assert told(scheduler.take(1.0), asking) == [messages.Complete(pieces=((mine.order_id, 2, 3),), lane=None)]
         assert asking.occupied == 0
 
 
@@ -498,7 +498,7 @@ def test_a_lost_slot_gets_its_final_word_although_its_student_registered_again()
     scheduler.take(0.0)
     scheduler.silence_worker(silent, False)
     assert report(scheduler, silent, [piece]) == 0
-    assert told(scheduler.take(0.0), asking) == [messages.Complete(pieces=((mine.order_id, 0, 1),))]
+    assert told(scheduler.take(0.0), asking) == [messages.Complete(pieces=((mine.order_id, 0, 1),), lane=None)]
 
 
 def test_an_order_that_is_resent_twice_is_made_once():
@@ -808,3 +808,57 @@ def test_whatever_happens_no_slot_has_two_writers_and_each_gets_one_final_word(s
         play.step()
     play.finish()
     assert play.words["Work"] or not play.scheduler.counts.ordered
+
+
+# ---- direct orders
+
+
+def lane_after_a_sample(asking: Student, working: Worker, *, seconds: float = 1e-4) -> str | None:
+    scheduler = scheduler_with(asking, working)
+    scheduler.request(asking, [order(0)], 0.0)
+    report(scheduler, working, given_to(scheduler.take(0.0), working), seconds=seconds)
+    (complete,) = told(scheduler.take(0.0), asking)
+    return complete.lane
+
+
+def listening(**identity: str) -> Worker:
+    one = worker()
+    one.lane, one.identity = "1-00000000", one.identity._replace(**identity)
+    return one
+
+
+def test_a_student_may_ask_the_idle_worker_that_made_its_last_sample():
+    assert lane_after_a_sample(student(), listening()) == "1-00000000"
+
+
+@pytest.mark.parametrize("case", ["deaf", "slow", "another host", "a file", "the network"])
+def test_a_student_may_not_ask_a_worker_that_is(case):
+    asking, working = student(), listening(**({"host": "1" * 16} if case == "another host" else {}))
+    if case == "deaf":
+        working.lane = None
+    if case == "a file":
+        asking.info = asking.info._replace(medium="file")
+    if case == "the network":
+        asking.info = asking.info._replace(data_endpoint="tcp://127.0.0.1:1")
+    assert lane_after_a_sample(asking, working, seconds=0.5 if case == "slow" else 1e-4) is None
+
+
+def test_a_student_may_not_ask_a_worker_that_has_or_will_have_work_of_the_brokers():
+    asking, other, working = student(), student(), listening()
+    scheduler = scheduler_with(asking, other, working)
+    scheduler.request(asking, [order(0)], 0.0)
+    pieces = given_to(scheduler.take(0.0), working)
+    scheduler.request(other, [order(0)], 0.0)
+    given_to(scheduler.take(0.0), working)
+    report(scheduler, working, pieces, seconds=1e-4)
+    assert told(scheduler.take(0.0), asking)[0].lane is None
+
+
+def test_what_a_worker_served_directly_is_counted_and_for_a_student_that_is_still_there():
+    asking, working = student(), worker()
+    scheduler = scheduler_with(asking, working)
+    scheduler.request(asking, [order(0)], 0.0)
+    report(scheduler, working, given_to(scheduler.take(0.0), working))
+    scheduler.served(working, [messages.ServedSlots(0, 7), messages.ServedSlots(99, 1_000)], 0.7)
+    assert scheduler.counts.direct == 1_007 and scheduler.counts.completed == scheduler.counts.ordered == 1_008
+    assert asking.completed == 8 and working.completed == 1_008

@@ -432,7 +432,9 @@ from mixle.data.teacher.worker import Worker
 
 def generator(model_id, cfg):
     print("entered", flush=True)
-    time.sleep(float(sys.argv[3]))
+    until = time.monotonic() + float(sys.argv[3])
+    while time.monotonic() < until:  # a signal just before a long sleep does not interrupt it
+        time.sleep(0.01)
     return bytes(12)
 
 Worker(generator, 64, sys.argv[1], sys.argv[2], on_event=lambda kind, details: print(kind, details, flush=True)).run()
