@@ -47,11 +47,20 @@ _TOLD = 1000
 
 
 def gather_on_threads(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Make calls on up to :data:`READS_AT_ONCE` threads, for stores whose answers take longer than their bytes."""
+    """Make calls on up to :data:`READS_AT_ONCE` threads, for stores whose answers take longer than their bytes.
+
+    Where no thread can be started, as while Python exits, they are made one after another.
+    """
     if len(calls) < 2:
         return [call() for call in calls]
     with ThreadPoolExecutor(min(len(calls), READS_AT_ONCE), thread_name_prefix="diloco reader") as pool:
-        return list(pool.map(lambda call: call(), calls))
+        try:
+            begun = [pool.submit(call) for call in calls]
+        except RuntimeError:
+            begun = []
+        if begun:
+            return [each.result() for each in begun]
+    return [call() for call in calls]
 
 
 class CorruptPayload(RuntimeError):  # noqa: N818  (what it is)

@@ -6,6 +6,7 @@ It does no I/O and no arithmetic beyond one pass to copy a fragment and two to a
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from mixle.diloco.parameters import Arrays, Parameters
 from mixle.diloco.weights import Tally, Work
 
 __all__ = ["Captured", "Landing", "Learner"]
+
+logger = logging.getLogger(__name__)
 
 WAIT_S = 0.5
 
@@ -117,6 +120,7 @@ class Learner:
         self._kept: dict[int, Captured] = {}
         self._open: set[int] = set()
         self._last: Carry | Overwrite = Carry()
+        self._moving_to: int | None = None
         self._durations = RunningMedian(ready=1)
         self._resumed = clock.monotonic()
 
@@ -159,7 +163,8 @@ class Learner:
         if self._failure is not None:
             raise self._failure
         while self._landed:
-            self._align(self._landed.popleft())
+            self._align(self._landed[0])
+            self._landed.popleft()
 
     def wait_for_commit(self, timeout_s: float = WAIT_S) -> None:
         """Wait until commits land, at most ``timeout_s`` seconds, and move to them."""
@@ -241,7 +246,8 @@ class Learner:
             self._return_to_anchors()
         if landing.theta is None:
             return  # whether a later version continues this round is not known yet, so its snapshot is kept
-        self._move_to(landing, landing.theta)
+        if self._versions[landing.fragment] < landing.round:
+            self._move_to(landing, landing.theta)
         for round_ in self._answered(landing):
             del self._kept[round_]
 
@@ -254,6 +260,15 @@ class Learner:
         taken = None if landing.taken is None else self._kept.get(landing.taken)
         reference = self._anchors[fragment] if taken is None else taken.theta
         how = self._how(landing)
+        if self._moving_to == landing.round:
+            # Ctrl-C or an error came between the passes of the last attempt: what it has left is neither version.
+            logger.warning(
+                "the move to round %d was interrupted: its fragment goes on from the commit, without its last %d steps",
+                landing.round,
+                self.unmerged_steps[fragment],
+            )
+            how = Overwrite()
+        self._moving_to = landing.round
         trained = {name: array for name, array in theta.items() if name not in self._buffers}
         statistics = {name: array for name, array in theta.items() if name in self._buffers}
         if trained:

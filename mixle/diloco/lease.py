@@ -38,6 +38,7 @@ from mixle.utils.exact import require_finite_float
 logger = logging.getLogger(__name__)
 
 LEASES = "leases/"
+STOP_S = 30.0
 _SWEEP_EVERY = 64  # renewals between looks for what delayed writes have left
 LeaseState = Literal["alive", "silent", "released", "unknown"]
 _KEY = re.compile(r"leases/([^/]+)/(\d{8})-(?:(\d{12})|released)")
@@ -360,6 +361,7 @@ class LeaseKeeper:
         self._clock = clock
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._slow = False
         self.info = b""
         self.error: BaseException | None = None
 
@@ -370,15 +372,29 @@ class LeaseKeeper:
             IdInUse: another process has the id; ``error`` keeps it.
             PermanentMailboxError: the store refuses; ``error`` keeps it.
         """
+        began = self._clock.monotonic()
         try:
             self._lease.renew(self.info)
             self._liveness.observe()
             self._lease.check(self._liveness)
+            self._warn_if_slow(self._clock.monotonic() - began)
         except TransientMailboxError as error:
             logger.warning("the lease of %s is late: %s", self._lease.learner_id, error)
         except (IdInUse, MailboxError) as error:
             self.error = error
             raise
+
+    def _warn_if_slow(self, took_s: float) -> None:
+        timeout = self._lease.lease_timeout
+        if took_s > timeout / 2 and not self._slow:
+            self._slow = True
+            logger.warning(
+                "the store took %.1f s for a sign of life of %s, which others miss after lease_timeout=%g s: give all "
+                "sites a longer one, and a longer lease_every",
+                took_s,
+                self._lease.learner_id,
+                timeout,
+            )
 
     def start(self) -> None:
         """Start the thread, which ends with :meth:`stop` or with an ``error``."""
@@ -386,10 +402,10 @@ class LeaseKeeper:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and wait for it; the lease stays held."""
+        """End the thread and wait for it, at most :data:`STOP_S` seconds; the lease stays held."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(STOP_S)
 
     def _run(self) -> None:
         due = self._clock.monotonic()

@@ -13,7 +13,7 @@ from mixle.diloco.exchange import Exchange, Gather, Report, gather_on_threads
 from mixle.diloco.existing_run import read_run_record, schema_of
 from mixle.diloco.learner import Learner
 from mixle.diloco.lease import Lease, LeaseKeeper, Liveness
-from mixle.diloco.mailbox import Mailbox
+from mixle.diloco.mailbox import Mailbox, MailboxError
 from mixle.diloco.node import Node
 from mixle.diloco.node_info import NodeInfo
 from mixle.diloco.parameters import Parameters
@@ -45,6 +45,10 @@ class Member:
     peers: Peers
     run: RunRecord
     exchange: Exchange
+
+    def leave(self, farewell: bytes, report: Report) -> None:
+        """End the keeper and release the lease with these last words, if it is still this node's."""
+        _let_go(self.lease, self.keeper, farewell, report)
 
 
 def join(
@@ -126,10 +130,18 @@ def join(
             report=report,
         )
     except BaseException:
-        keeper.stop()
-        lease.release()
+        _let_go(lease, keeper, b"", report)
         raise
     return Member(lease, liveness, keeper, learner, node, peers, run, exchange)
+
+
+def _let_go(lease: Lease, keeper: LeaseKeeper, farewell: bytes, report: Report) -> None:
+    keeper.stop()
+    if lease.held and keeper.error is None:
+        try:
+            lease.release(farewell)
+        except MailboxError as error:
+            report("store", None, {"error": f"the lease is not released, and runs out: {error}"})
 
 
 def _closes(role: Role, peers: Peers) -> Callable[[], bool]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from mixle.diloco.clock import Clock
 from mixle.diloco.exchange import Report
-from mixle.diloco.mailbox import MailboxError, TransientMailboxError
+from mixle.diloco.mailbox import TransientMailboxError
 from mixle.diloco.member import Member
 
 __all__ = ["NodeThread"]
@@ -56,17 +56,11 @@ class NodeThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def stop(self, farewell: bytes) -> None:
-        """End the thread and the keeper, and release the lease with these last words."""
+    def stop(self) -> None:
+        """End the thread; one that hangs in the store is left behind after :data:`STOP_S` seconds."""
         self._stopping.set()
         self.wake()
         self.join(STOP_S)
-        self._member.keeper.stop()
-        if self._member.lease.held and self._member.keeper.error is None:
-            try:
-                self._member.lease.release(farewell)
-            except MailboxError as error:
-                self._report("store", None, {"error": f"the lease is not released, and runs out: {error}"})
 
     def _run(self) -> None:
         try:

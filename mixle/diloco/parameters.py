@@ -45,7 +45,8 @@ class Parameters(Protocol):
         """Check that the model still holds these parameters, and not others in their place; called once per fragment.
 
         Raises:
-            RuntimeError: one was replaced, so that what is trained is not what would be sent; names it.
+            RuntimeError: one was replaced, cast or reshaped, or another is trained beside them, so that what is trained
+                is not what would be sent; names it.
         """
         ...
 
@@ -79,6 +80,14 @@ def replaced(name: str, in_place: str) -> RuntimeError:
     return RuntimeError(
         f"parameter {name!r} was replaced since the session joined, so what is trained is not what would be sent; "
         f"change it in place ({in_place}), or make the session after replacing it"
+    )
+
+
+def changed(name: str, spec: ParameterSpec, now: str) -> RuntimeError:
+    """Return the error for a parameter that is not of the dtype and shape any more that the session joined with."""
+    return RuntimeError(
+        f"parameter {name!r} is {now} now, and the session joined with {spec.dtype} of shape {spec.shape}; convert the "
+        "model before making the session"
     )
 
 
@@ -157,10 +166,13 @@ class NumpyParameters:
         self._given, self._arrays = arrays, dict(arrays)
 
     def require_in_place(self, names: Iterable[str]) -> None:
-        """Check that the mapping still holds the arrays that it held."""
+        """Check that the mapping still holds the arrays that it held, as they were."""
         for name in names:
-            if self._given.get(name) is not self._arrays[name]:
+            array, spec = self._arrays[name], self.schema.spec(name)
+            if self._given.get(name) is not array:
                 raise replaced(name, "model[name][...] = value")
+            if self._DTYPES.get(str(array.dtype)) != spec.dtype or array.shape != spec.shape:
+                raise changed(name, spec, f"{array.dtype} of shape {array.shape}")
 
     def read(self, names: Iterable[str]) -> Arrays:
         """Return copies, float32."""

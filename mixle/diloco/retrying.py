@@ -72,6 +72,14 @@ class RetryingMailbox:
         other._ledger = self._ledger
         return other
 
+    def hurry(self, deadline_s: float) -> None:
+        """Give up after ``deadline_s`` from now on, in calls that are being retried, too, if that is sooner."""
+        self._deadline_s = min(self._deadline_s, require_finite_float(deadline_s, "deadline_s", minimum=0.0))
+
+    def apart(self) -> RetryingMailbox:
+        """Return a mailbox as this one, on the same store, that :meth:`hurry` on either leaves the other alone."""
+        return self.with_deadline(self._deadline_s)
+
     @property
     def traffic(self) -> Traffic:
         """Return what this mailbox has sent and received so far."""

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from mixle.diloco.object_store import open_mailbox
 from mixle.diloco.parameters import Parameters, Ranks
 from mixle.diloco.protocols import MAILBOX_MEMBERS, require_clock, require_members, require_ranks
 from mixle.diloco.ranks import PatientClock, Site
+from mixle.diloco.retrying import RetryingMailbox
 from mixle.diloco.samples import samples_in
 from mixle.diloco.state_folder import Kept, Resumed, StateFolder
 from mixle.diloco.state_tree import frozen
@@ -49,8 +51,10 @@ logger = logging.getLogger(__name__)
 FLUSH_S = 60.0
 HASTY_FLUSH_S = 5.0
 B = TypeVar("B")
-_open_here: set[tuple[int, bytes]] = set()
-"""Process id, since a fork inherits this, and the lease's nonce of every session that is not closed."""
+LEAVING_S = 5.0
+"""How long a store that does not answer is asked again once the flush is over."""
+_open_here: set[Session] = set()
+"""Every session that is not closed; a fork inherits those of its parent."""
 
 MailboxLike = str | os.PathLike[str] | Mailbox
 
@@ -96,6 +100,7 @@ class Session:
     Raises:
         TypeError, ValueError: an argument that is not what it says above; a model without trainable parameters; a
             ``state_dir`` of another run or another id.
+        RuntimeError: another session of this process has the model and is not closed.
         AlgorithmMismatch, SchemaMismatch: the run in the mailbox is another.
         IdInUse: a living process has the id.
         BlockingIOError: a living process has the ``state_dir``.
@@ -131,8 +136,10 @@ class Session:
         self._poll = require_finite_float(poll_interval, "poll_interval", exclusive_minimum=0.0)
         self._callbacks, self._state = _require_callables(callbacks), state
         self._clock: Clock = require_clock(clock)
+        self._model, self._pid = model, os.getpid()
         codec = Codec(compression)
         _refuse_contradictions(model, role=self.role, ranks=ranks, state_dir=state_dir, state=state)
+        self._require_free_model()
         self._rank = 0 if ranks is None else ranks.rank
         self._site: Site | None = None
         parameters: Parameters | None
@@ -143,6 +150,10 @@ class Session:
             parameters = None if model is None else parameters_of(model, backend)
         self._member: Member | None = None
         self._learner: Learner | None = None
+        self._thread: NodeThread | None = None
+        self._store: Mailbox | None = None
+        self._handles_sigterm = False
+        self._in_callbacks: set[int] = set()
         self._closed, self._flushed = False, True
         self._rounds_seen, self._batch_size = 0, algorithm.global_batch_size
         self._account = Account(algorithm.fragments)
@@ -156,12 +167,12 @@ class Session:
         try:
             self._together(begin, self._told_at_start, self._resume_at)
         except BaseException:
-            if self._folder is not None:
-                self._folder.close()
+            self._closed = True
+            self._go()
             raise
-        self._pid = os.getpid()
+        _open_here.add(self)
         self._handles_sigterm = self._rank == 0 and take_sigterm()
-        atexit.register(self._close_at_exit)
+        atexit.register(self.abandon)
 
     def _begin(
         self,
@@ -174,7 +185,7 @@ class Session:
     ) -> None:
         """Join the run, on rank 0."""
         kept = None if self._folder is None else self._folder.newest()
-        store = _opened(mailbox, self._clock)
+        store = self._store = _opened(mailbox, self._clock)
         if kept is not None:
             self._require_own(kept, store)
         if self.learner_id is None:
@@ -195,20 +206,18 @@ class Session:
                 training_clock=None if self._site is None else PatientClock(self._clock, self._site),
             )
         except IdInUse:
-            if (os.getpid(), read_nonce(store, self.learner_id)) not in _open_here:
+            if read_nonce(store, self.learner_id) not in {each._nonce for each in _others_here()}:
                 raise
             raise IdInUse(
                 f"learner_id={self.learner_id!r} is in use: a session of this process that is not closed holds it; "
                 "close() that one first"
             ) from None
-        _open_here.add((os.getpid(), member.lease.nonce))
-        self._run_id = member.run.id
+        self._member, self._learner, self._run_id = member, member.learner, member.run.id
         if kept is not None:
             self.resumed = Resumed(kept.steps, kept.samples, kept.state)
             self._account.resume(kept.merged, kept.out)
             if member.learner is not None:
                 member.learner.tally = Tally(self.algorithm.fragments, kept.samples, kept.steps)
-        self._member, self._learner = member, member.learner
         self._note()
         self._report("joined", member.node.newest, {"role": self.role, "parameters": len(member.run.parameters)})
         self._thread = NodeThread(
@@ -230,13 +239,14 @@ class Session:
 
         Raises:
             TypeError, ValueError: ``samples`` is not a positive exact integer.
-            RuntimeError: the session is closed, or only closes rounds; or a parameter was replaced by another object
-                since the session joined, and not changed in place.
+            RuntimeError: the session is closed, only closes rounds, or is of the process that this one was forked from;
+                or a parameter was replaced, cast, or unfrozen since the session joined.
             MailboxError, IdInUse: why the session stopped.
             SiteError: on ranks other than 0, that rank 0 failed.
         """
         if self._closed:
             raise RuntimeError("the session is closed; make another to go on")
+        self._require_own_process()
         if self.role == "syncer":
             raise RuntimeError('role="syncer" closes rounds and does not train; use role="both"')
         if self._rank and self._site is not None:
@@ -288,6 +298,7 @@ class Session:
         """
         if self._closed or self.role != "syncer":
             raise RuntimeError('serve() is for an open session with role="syncer"; others call step()')
+        assert self._thread is not None
         try:
             while not self._thread.join(self._poll):
                 pass
@@ -322,10 +333,16 @@ class Session:
         Returns:
             Whether every step of this site that could be is in a commit; if not, an ``unflushed`` event says how many
             are lost.
+
+        Raises:
+            RuntimeError: a callback calls it, or a process that was forked from the session's.
         """
         if self._closed:
             return self._flushed
         limit = require_finite_float(flush_s, "flush_s", minimum=0.0)
+        self._require_own_process()
+        if threading.get_ident() in self._in_callbacks:
+            raise RuntimeError("close() in a callback would wait for itself; let the training loop read a flag instead")
         self._closed, self._flushed = True, False
         try:
             self._together(lambda: self._flush(limit), self._told_at_end, self._heed_end)
@@ -343,7 +360,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        if kind is None and os.getpid() == self._pid:
             self.close()
         else:
             self.abandon()
@@ -353,6 +370,8 @@ class Session:
 
         Those may be elsewhere, so what they have not published is lost, which an ``unflushed`` event says.
         """
+        if os.getpid() != self._pid:
+            return  # a forked child has the session's memory, and neither its threads nor its lease
         if self._site is None:
             self.close(flush_s=HASTY_FLUSH_S)
             return
@@ -365,12 +384,14 @@ class Session:
     def _flush(self, flush_s: float) -> None:
         """Bring what this site trained into commits, as long as time lasts."""
         learner = self._learner
+        self._flushed = learner is None
         if learner is not None:
             try:
                 learner.flush(flush_s if self.algorithm.flush_on_close else 0.0, poll_s=min(self._poll, 0.5))
             except Exception as error:  # what stopped the session was raised by step(), and leaving goes on
                 self._report("store", None, {"error": f"{type(error).__name__}: {error}"})
-        self._flushed = self._all_is_merged()
+            finally:
+                self._flushed = self._all_is_merged()
 
     def _all_is_merged(self) -> bool:
         """Tell whether commits hold every step; if not, say loudly how many are lost."""
@@ -382,20 +403,40 @@ class Session:
 
     def _go(self) -> None:
         """Undo what the constructor did."""
-        atexit.unregister(self._close_at_exit)
+        atexit.unregister(self.abandon)
         if self._handles_sigterm:
             release_sigterm()
-        if self._member is not None:
-            self._thread.stop(self._info().to_bytes())
-            _open_here.discard((os.getpid(), self._member.lease.nonce))
-            self._save_published()
-            self._report("left", self._member.node.newest, {})
-        if self._folder is not None:
-            self._folder.close()
+        try:
+            if isinstance(self._store, RetryingMailbox):
+                self._store.hurry(LEAVING_S)
+            if self._thread is not None:
+                self._thread.stop()
+            if self._member is not None:
+                self._member.leave(self._info().to_bytes(), self._report)
+                self._save_published()
+                self._report("left", self._member.node.newest, {})
+        finally:
+            _open_here.discard(self)
+            if self._folder is not None:
+                self._folder.close()
 
-    def _close_at_exit(self) -> None:
-        if os.getpid() == self._pid:  # a forked child has the session's memory, and neither its threads nor its lease
-            self.abandon()
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"the session is process {self._pid}'s, from which this one, {os.getpid()}, was forked; make a session "
+                "in the process that trains"
+            )
+
+    def _require_free_model(self) -> None:
+        """Check that no other session moves the model: what one of them trains the other would send again."""
+        if self._model is not None and any(each._model is self._model for each in _others_here()):
+            raise RuntimeError(
+                "model is in training by a session of this process that is not closed; close() that one first"
+            )
+
+    @property
+    def _nonce(self) -> bytes | None:
+        return None if self._member is None else self._member.lease.nonce
 
     # ---- what rank 0 does
 
@@ -409,6 +450,7 @@ class Session:
         steps, samples = learner.tally.steps, learner.tally.tokens
         kept = Kept(self._run_id, self.learner_id, steps, samples, 0, {}, state)
         self._pending.append((learner.published, kept))
+        assert self._thread is not None
         self._thread.wake()
 
     def _after_tick(self) -> None:
@@ -426,7 +468,11 @@ class Session:
         if newest is not None and self._folder is not None:
             # The snapshot is published by now, so it is among those that are out, and so are those before it.
             newest = replace(newest, merged=self._account.merged, out=self._account.out)
-            self._folder.save(newest, keep=self._states_kept)
+            try:
+                self._folder.save(newest, keep=self._states_kept)
+            except OSError as error:
+                told = f"state_dir has not got the state after {newest.steps} steps: {error}; the next is tried again"
+                self._report("store", None, {"error": told})
 
     def _note(self) -> None:
         """Work out what others and the user ask for at any time."""
@@ -464,11 +510,18 @@ class Session:
     def _report(self, kind: Kind, round_: int | None, detail: dict[str, Any]) -> None:
         self._account.hear(kind, round_, detail)
         event = Event(kind, self.learner_id or "", round_, detail)
-        for callback in self._callbacks:
-            try:
-                callback(event)
-            except Exception:
-                logger.exception("a callback failed at the event %s; training goes on", event)
+        here = threading.get_ident()
+        outermost = here not in self._in_callbacks
+        self._in_callbacks.add(here)
+        try:
+            for callback in self._callbacks:
+                try:
+                    callback(event)
+                except Exception:
+                    logger.exception("a callback failed at the event %s; training goes on", event)
+        finally:
+            if outermost:
+                self._in_callbacks.discard(here)
 
     # ---- what the other ranks do
 
@@ -565,9 +618,15 @@ def _align(parameters: Parameters, mailbox: MailboxLike) -> int:
     return newest
 
 
+def _others_here() -> list[Session]:
+    return [each for each in list(_open_here) if each._pid == os.getpid()]
+
+
 def _opened(mailbox: MailboxLike, clock: Clock) -> Mailbox:
     if isinstance(mailbox, str | os.PathLike):
         return open_mailbox(mailbox, clock=clock)
+    if isinstance(mailbox, RetryingMailbox):
+        return mailbox.apart()
     what = "a URL such as 's3://bucket/prefix', the path of a folder, or a mailbox"
     found: Mailbox = require_members(mailbox, "mailbox", MAILBOX_MEMBERS, what)
     return found

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mixle.diloco.alignment import Blend, Carry, Overwrite, align
-from mixle.diloco.parameters import Arrays, replaced, require_apart
+from mixle.diloco.parameters import Arrays, changed, replaced, require_apart
 from mixle.diloco.serialization import DType, ParameterSpec, Schema
 from mixle.diloco.torch_ranks import TorchRanks
 
@@ -77,7 +77,7 @@ class TorchParameters:
         self.embeddings = frozenset(name for name, tensor in self._tensors.items() if id(tensor) in rows)
 
     def require_in_place(self, names: Iterable[str]) -> None:
-        """Check that the module still holds the tensors that it held."""
+        """Check that the module still holds the tensors that it held, as they were, and trains no others."""
         for name in names:
             tensor, found = self._tensors[name], self._found(*self._places[name])
             # Between a forward and a backward pass FSDP2 shows the gathered parameter in the place of its shard.
@@ -86,6 +86,18 @@ class TorchParameters:
             )
             if found is not tensor and not (gathered and found is not None):
                 raise replaced(name, "tensor.copy_(value)")
+            spec = self.schema.spec(name)
+            if _DTYPES.get(tensor.dtype) != spec.dtype or tuple(tensor.shape) != spec.shape:
+                raise changed(name, spec, f"{tensor.dtype} of shape {tuple(tensor.shape)}")
+        self._require_no_others()
+
+    def _require_no_others(self) -> None:
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and name.replace(_CHECKPOINT_PREFIX, "") not in self._tensors:
+                raise RuntimeError(
+                    f"parameter {name!r} is trained since the session joined, which shares only those that were then, "
+                    "so sites would go apart in it: freeze it, or make the session after unfreezing or adding it"
+                )
 
     def _found(self, prefix: str, own: str) -> Tensor | None:
         """Return what the module holds now in a place, None if nothing."""

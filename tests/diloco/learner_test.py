@@ -150,6 +150,40 @@ def test_what_stopped_the_node_is_raised_where_the_model_trains():
         trainee.train(1)
 
 
+class Interrupted(NumpyParameters):
+    """Parameters whose next move ends between its two passes, as Ctrl-C ends it."""
+
+    def __init__(self, arrays):
+        super().__init__(arrays)
+        self.is_next = False
+
+    def align(self, committed, reference, how):
+        if self.is_next:
+            self.is_next = False
+            for name in committed:
+                self._arrays[name] -= reference[name]
+            raise KeyboardInterrupt
+        super().align(committed, reference, how)
+
+
+@pytest.mark.parametrize("alignment", [Carry(), Blend(0.5)])
+def test_a_move_that_was_interrupted_is_finished_by_the_commit_itself(alignment, caplog):
+    trainee = Trainee(DiLoCo(4, 2, alignment=alignment))
+    parameters = trainee.learner._parameters = Interrupted(trainee.arrays)
+    trainee.train(3)
+    parameters.is_next = True
+    with pytest.raises(KeyboardInterrupt):
+        trainee.land(0, 7.0, taken=0)
+    trainee.learner.move()
+    assert np.all(trainee.arrays["a"] == 7.0) and np.all(trainee.arrays["b"] == 3.0)
+    assert "the move to round 0 was interrupted" in caplog.text
+    assert trainee.learner.unmerged_steps == [0, 3]
+    trainee.train(1)
+    trainee.land(1, 9.0)
+    trainee.land(2, 20.0)
+    assert trainee.arrays["a"][0] == (21.0 if alignment == Carry() else 14.0)  # the moves after it are as ever
+
+
 @pytest.mark.parametrize("samples", [0, -1, 1.0, True, "2", None])
 def test_samples_that_are_no_positive_integer_count_nothing(samples):
     trainee = Trainee(DiLoCo(2, 2))

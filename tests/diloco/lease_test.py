@@ -396,6 +396,22 @@ def test_a_keeper_goes_on_after_an_outage_and_stops_at_a_refusal(site, caplog):
     assert isinstance(keeper.error, PermanentMailboxError)
 
 
+def test_a_store_too_slow_for_the_leases_is_said_once(site, caplog):
+    class Slow(MemoryMailbox):
+        def list(self, prefix, after="", *, limit=None):
+            site.clock.sleep(3.0)
+            return super().list(prefix, after, limit=limit)
+
+    site.mailbox = Slow()
+    lease = site.lease()
+    lease.acquire()
+    keeper = LeaseKeeper(lease, site.liveness(), clock=site.clock)
+    for _ in range(3):
+        keeper.tick()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "took 3.0 s for a sign of life of a, which others miss after lease_timeout=4 s" in told
+
+
 def test_a_keepers_thread_renews_until_it_is_stopped():
     renewed = threading.Event()
 

@@ -70,6 +70,70 @@ def test_every_way_to_replace_a_tensor_is_seen(change, name):
         parameters.require_in_place([name])
 
 
+def halve(module: nn.Module) -> None:
+    module.half()
+
+
+def double(module: nn.Module) -> None:
+    module.double()
+
+
+def reshape(module: nn.Module) -> None:
+    module[0].weight.data = torch.zeros(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "now"),
+    [
+        (halve, r"torch\.float16 of shape"),
+        (double, r"torch\.float64 of shape"),
+        (reshape, r"torch\.float32 of shape \(1,"),
+    ],
+)
+def test_a_module_that_was_cast_or_reshaped_is_not_what_the_session_joined_with(change, now):
+    module = nn.Sequential(nn.Linear(2, 2))
+    parameters = TorchParameters(module)
+    change(module)
+    with pytest.raises(RuntimeError, match=rf"parameter '0\.weight' is {now}.*joined with F32 of shape \(2, 2\)"):
+        parameters.require_in_place(["0.weight"])
+
+
+def test_an_array_that_was_reshaped_is_not_what_the_session_joined_with():
+    arrays = zeros()
+    parameters = NumpyParameters(arrays)
+    arrays["weight"].shape = (12,)
+    with pytest.raises(RuntimeError, match=r"parameter 'weight' is float32 of shape \(12,\) now"):
+        parameters.require_in_place(["weight"])
+
+
+def unfreeze(module: nn.Module) -> None:
+    module[0].requires_grad_(True)
+
+
+def append(module: nn.Module) -> None:
+    module.append(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(("change", "name"), [(unfreeze, "0.weight"), (append, "2.weight")])
+def test_what_is_trained_only_since_the_session_joined_is_named_and_not_left_to_each_site(change, name):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[0].requires_grad_(False)
+    session = open_session(module, EVERY_STEP, fresh_url())
+    session.step()
+    change(module)
+    with pytest.raises(RuntimeError, match=f"parameter '{name}' is trained since the session joined"):
+        session.step()
+    session.close(flush_s=0.0)
+
+
+def test_what_is_frozen_later_stays_in_the_run():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with open_session(module, EVERY_STEP, fresh_url()) as session:
+        session.step()
+        module[0].requires_grad_(False)
+        session.step()
+
+
 def test_shared_and_checkpointed_parameters_are_found_where_they_are():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[1].weight = module[0].weight

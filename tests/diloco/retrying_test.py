@@ -156,3 +156,22 @@ def test_a_store_that_stays_away_is_said_so_once_and_soon(caplog, outage_s, warn
     for each in told:
         assert each.startswith("get('a') has failed for ") and each.endswith("s: refused")
         assert 2.0 <= float(each.split()[4]) <= 4.0
+
+
+def test_a_call_that_is_tried_again_gives_up_sooner_once_there_is_hurry_and_nobody_elses_does():
+    clock = VirtualClock()
+
+    class Dead(MemoryMailbox):
+        def get(self, key, *, limit=None):
+            raise TransientMailboxError("no answer")
+
+    mailbox = around(Dead(), deadline_s=1e6, clock=clock)
+    other = mailbox.apart()
+    clock.call_at(10.0, lambda: mailbox.hurry(5.0))
+    clock.call_at(100.0, lambda: other.hurry(5.0))
+    with pytest.raises(TransientMailboxError, match="deadline_s=5"):
+        mailbox.get("a")
+    assert 10.0 <= clock.monotonic() <= 12.0
+    with pytest.raises(TransientMailboxError, match="deadline_s=5"):
+        other.get("a")
+    assert 100.0 <= clock.monotonic() <= 102.0
