@@ -6,7 +6,8 @@ of the observer's own time; no two machines' clocks are compared. One gap betwee
 timeout, so that an observer that was itself stopped looks again before it judges.
 
 An epoch is one process under the id. Its first object, sequence 0, is written if absent and stays while the process
-lives: of several processes that want one epoch, one gets it. A process that finds a living epoch is refused; one that
+lives: of several processes that want one epoch, one gets it. It holds the process's ``lease_timeout``, for which
+whoever wants the id waits, if it is longer than its own. A process that finds a living epoch is refused; one that
 finds a silent epoch takes the next, and the old process, should it wake, sees that and stops. Closing writes
 ``<epoch>-released``, which stays, so that epochs go up for ever: an id that is not running keeps one object.
 
@@ -32,13 +33,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mixle.diloco.clock import SYSTEM_CLOCK, Clock
-from mixle.diloco.mailbox import Mailbox, MailboxError, PermanentMailboxError, TransientMailboxError, require_id
+from mixle.diloco.mailbox import (
+    Mailbox,
+    MailboxError,
+    ObjectTooLarge,
+    PermanentMailboxError,
+    TransientMailboxError,
+    require_id,
+)
 from mixle.utils.exact import require_finite_float
 
 logger = logging.getLogger(__name__)
 
 LEASES = "leases/"
 STOP_S = 30.0
+_LONGEST_TIMEOUT_S = 3600.0
+_FIRST = f"-{0:012d}"
 _SWEEP_EVERY = 64  # renewals between looks for what delayed writes have left
 LeaseState = Literal["alive", "silent", "released", "unknown"]
 _KEY = re.compile(r"leases/([^/]+)/(\d{8})-(?:(\d{12})|released)")
@@ -242,7 +252,7 @@ class Lease:
         return self._epoch is not None
 
     def acquire(self) -> None:
-        """Take the id: at once if it is free or released, else when its lease has been silent for ``lease_timeout``.
+        """Take the id: at once if it is free or released, else when its lease has been silent for its own timeout.
 
         Raises:
             IdInUse: another process renews the lease, or took the id meanwhile.
@@ -250,14 +260,18 @@ class Lease:
         """
         if self._epoch is not None:
             raise RuntimeError(f"the lease of {self.learner_id!r} is held already")
-        table = LeaseTable(self.lease_timeout)
+        table, owner = LeaseTable(self.lease_timeout), -1
         watched: tuple[int, float] | None = None
         while True:
             asked_at = self._clock.monotonic()
             keys = self._mailbox.list(self._folder)
             table.record(keys, asked_at=asked_at, answered_at=self._clock.monotonic())
             newest, state = table.newest(self.learner_id), table.state(self.learner_id)
-            if state == "alive":
+            if state == "alive" and newest is not None:
+                if newest[0] != owner:  # whoever has the id may give signs of life more seldom than this process would
+                    owner, watched = newest[0], None
+                    table = LeaseTable(max(self.lease_timeout, self._timeout_of(owner)))
+                    table.record(keys, asked_at=asked_at, answered_at=self._clock.monotonic())
                 if watched is not None and newest != watched:
                     raise IdInUse(
                         f"learner_id={self.learner_id!r} is in use: another process renews its lease; "
@@ -333,7 +347,7 @@ class Lease:
 
     def _take(self, epoch: int) -> bool:
         first = self._key(epoch, 0)
-        if not self._mailbox.put_if_absent(first, self._nonce):
+        if not self._mailbox.put_if_absent(first, self._nonce + b"\n" + str(self.lease_timeout).encode()):
             return False
         keys = self._mailbox.list(self._folder)
         if max([first, *keys]) != first:  # a whole life of this epoch, or a later one, went by meanwhile
@@ -341,6 +355,15 @@ class Lease:
         self._mailbox.delete(key for key in keys if key < first)
         self._epoch, self._sequence = epoch, 0
         return True
+
+    def _timeout_of(self, epoch: int) -> float:
+        """Return the ``lease_timeout`` of the process that has an epoch, as it wrote it, or this process's."""
+        try:
+            data = self._mailbox.get(self._key(epoch, 0), limit=1 << 16) or b""
+            told = float(data.partition(b"\n")[2])
+        except (ValueError, ObjectTooLarge):
+            return self.lease_timeout
+        return min(told, _LONGEST_TIMEOUT_S) if told > 0 else self.lease_timeout
 
     def _key(self, epoch: int, sequence: int) -> str:
         return f"{self._folder}{epoch:08d}-{sequence:012d}"
@@ -434,4 +457,6 @@ def read_info(mailbox: Mailbox, learner_id: str, *, limit: int = 1 << 16) -> byt
     require_id(learner_id, "learner_id")
     keys = [key for key in mailbox.list(f"{LEASES}{learner_id}/") if _KEY.fullmatch(key)]
     data = mailbox.get(keys[-1], limit=limit) if keys else None
-    return None if data is None else data.partition(b"\n")[2]
+    if data is None:
+        return None
+    return b"" if keys[-1].endswith(_FIRST) else data.partition(b"\n")[2]

@@ -158,7 +158,7 @@ class Session:
         self._rounds_seen, self._batch_size = 0, algorithm.global_batch_size
         self._account = Account(algorithm.fragments)
         self._pending: deque[tuple[int, Kept]] = deque()
-        self._folder = None if state_dir is None else StateFolder(state_dir, rank=self._rank)
+        self._folder = None if state_dir is None else StateFolder(state_dir, rank=self._rank, clock=self._clock)
         self.resumed: Resumed | None = None
 
         def begin() -> None:

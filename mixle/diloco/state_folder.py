@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from mixle.diloco import state_tree
+from mixle.diloco.clock import SYSTEM_CLOCK, Clock
 from mixle.utils.whole_file import locked, replace_file
 
 __all__ = ["Resumed", "StateFolder"]
 
+PATIENCE_S = 10.0
+"""Workers that a killed process has forked hold what it held until they notice; those of a DataLoader look each 5 s."""
 _FILE = re.compile(r"rank(\d+)-(\d{15})\.npz")
 
 
@@ -65,24 +68,36 @@ class StateFolder:
     Args:
         path: the folder; made if it is not there.
         rank: this rank of the site; each has files of its own, on a disk that they may share.
+        clock: this process's time.
 
     Raises:
         TypeError, ValueError: ``path`` is no path, or there can be no folder to write to.
-        BlockingIOError: another process has the rank's files.
+        BlockingIOError: another process has the rank's files, and keeps them for :data:`PATIENCE_S`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, rank: int = 0) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, rank: int = 0, clock: Clock = SYSTEM_CLOCK) -> None:
         self._folder, self._rank = _path_of(path), rank
         self._held = ExitStack()
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._held.enter_context(locked(self._folder / f"rank{rank}.lock", wait=False))
+            self._lock(self._folder / f"rank{rank}.lock", clock)
         except BlockingIOError:
             raise BlockingIOError(f"state_dir={str(path)!r} is in use by another process; give each its own") from None
         except OSError as error:
             raise ValueError(
                 f"state_dir={str(path)!r} must be a folder that this process can write to: {error.strerror}"
             ) from error
+
+    def _lock(self, path: Path, clock: Clock) -> None:
+        until = clock.monotonic() + PATIENCE_S
+        while True:
+            try:
+                self._held.enter_context(locked(path, wait=False))
+                return
+            except BlockingIOError:
+                if clock.monotonic() >= until:
+                    raise
+            clock.sleep(0.1)
 
     def newest(self, steps: int | None = None) -> Kept | None:
         """Return the newest state, or the one after so many steps; None if there is none.

@@ -205,6 +205,25 @@ def test_a_second_process_under_one_id_is_refused_while_the_first_renews(site):
     first.renew()
 
 
+def test_a_living_process_that_renews_more_seldom_keeps_its_id(site):
+    slow = site.lease(lease_every=10.0, lease_timeout=40.0)
+    slow.acquire()
+    crash = site.clock.call_every(10.0, slow.renew)
+    with pytest.raises(IdInUse, match="'a' is in use: another process renews its lease"):
+        site.lease().acquire()
+    crash()
+    before, lease = site.clock.monotonic(), site.lease()
+    lease.acquire()
+    assert 30.0 <= site.clock.monotonic() - before <= 45.0
+
+
+@pytest.mark.parametrize("told", [b"", b"x", b"nan", b"-1", b"1e400", b"\xff", b"9" * 5000])
+def test_whatever_a_stranger_wrote_of_a_timeout_an_id_is_free_within_an_hour(site, told):
+    site.store.put_if_absent("leases/a/00000000-000000000000", b"nonce\n" + told)
+    site.lease(lease_every=2.0).acquire()
+    assert site.clock.monotonic() <= 3700.0
+
+
 def test_another_id_is_not_refused(site):
     site.running("a")
     site.lease("b").acquire()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from diloco_sites import Heard, at_once, descend, fresh_url, open_session, wait_until, zeros
 from unmeasured import environment
+from virtual_clock import VirtualClock
 
 from mixle.diloco import (
     AlgorithmMismatch,
@@ -27,9 +28,11 @@ from mixle.diloco import (
     WeightedMean,
     align,
     open_mailbox,
+    state_folder,
 )
 from mixle.diloco.node_info import NodeInfo
 from mixle.diloco.records import RoundRecord
+from mixle.diloco.state_folder import StateFolder
 
 ROOT = Path(__file__).parents[2]
 BARRIER = DiLoCo(5, 1, overlap_steps=0)
@@ -571,9 +574,17 @@ def test_the_state_of_another_site_is_refused(tmp_path):
         assert session.resumed.steps == 5
 
 
-def test_two_processes_do_not_share_a_folder(tmp_path):
+def test_two_processes_do_not_share_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(state_folder, "PATIENCE_S", 0.0)
     with (
         open_session(zeros(), BARRIER, fresh_url(), state_dir=tmp_path),
         pytest.raises(BlockingIOError, match="is in use by another process"),
     ):
         open_session(zeros(), BARRIER, fresh_url(), state_dir=tmp_path)
+
+
+def test_a_folder_that_a_killed_processs_worker_still_holds_is_waited_for(tmp_path):
+    clock, held = VirtualClock(), StateFolder(tmp_path)
+    clock.call_at(5.0, held.close)
+    StateFolder(tmp_path, clock=clock).close()
+    assert 5.0 <= clock.monotonic() < 6.0
