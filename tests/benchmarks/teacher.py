@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,6 +45,7 @@ LATENCY = {
     "bare_zmq": "two bare ZeroMQ messages, a pipe back",
     "pipe": "a byte through two pipes",
 }
+PAUSES = (0.0, 0.0007)  # seconds before each order: right after the last, and when every process sleeps
 BARS = {"4 KiB": 20, "64 KiB": 20, "600 KiB": 6, "4 MiB": 3}
 READY_S = 120.0
 
@@ -130,15 +132,16 @@ def throughput(label: str, workers: int, names: list[str], peer: str | None, tur
 
 def latency(peer: str | None, turns: int) -> None:
     """Print what one order takes at an idle broker."""
-    times: dict[str, list[float]] = {}
-    with ExitStack() as stack:
-        sides = runners(stack, list(LATENCY), SIZES["4 KiB"], 1, peer)
-        for _ in range(turns):
-            for name, side in sides.items():
-                times.setdefault(name, []).append(1e6 * side.measure("latency")["p50"])
+    times: dict[tuple[str, float], list[float]] = {}
+    for _ in range(turns):
+        for one in LATENCY:  # alone: what idle processes of the others do would count
+            with ExitStack() as stack:
+                for (name, side), pause in product(runners(stack, [one], SIZES["4 KiB"], 1, peer).items(), PAUSES):
+                    times.setdefault((name, pause), []).append(1e6 * side.measure(f"latency {pause}")["p50"])
     print("\none order at an idle broker, 4 KiB, from the request to the tensor, median us (bar: 150)")
-    for name, values in times.items():
-        print(f"{LATENCY[name]:<44}{statistics.median(values):>8.0f}")
+    print(f"{'':<44}" + "".join(f"{f'after {1e3 * pause:g} ms' if pause else 'at once':>14}" for pause in PAUSES))
+    for name in dict.fromkeys(name for name, _ in times):
+        print(f"{LATENCY[name]:<44}" + "".join(f"{statistics.median(times[name, pause]):>14.0f}" for pause in PAUSES))
 
 
 def profile(label: str, seconds: float) -> None:

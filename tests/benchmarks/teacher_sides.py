@@ -30,7 +30,6 @@ FORK = multiprocessing.get_context("fork")
 IN_FLIGHT_BYTES = 16 << 20
 RING_HEAD = mmap.PAGESIZE
 LATENCIES = 300
-SETTLE_S = 0.0007
 
 
 def batch_of(size: int) -> int:
@@ -457,10 +456,11 @@ def measure(take: Take, pids: dict[str, int], seconds: float) -> dict[str, Any]:
     return {"samples": samples, "seconds": now - began, "cpu": cpu}
 
 
-def measure_orders(take: Take) -> dict[str, Any]:
+def measure_orders(take: Take, pause_s: float) -> dict[str, Any]:
     times = []
     for _ in range(LATENCIES):
-        time.sleep(SETTLE_S)
+        if pause_s:
+            time.sleep(pause_s)
         began = time.perf_counter()
         take()
         times.append(time.perf_counter() - began)
@@ -484,7 +484,8 @@ def main() -> None:
         if profile is not None:
             measured = profile.runcall(measure, take, pids, float(line))
         else:
-            measured = measure_orders(take) if line.strip() == "latency" else measure(take, pids, float(line))
+            *latency, number = line.split()
+            measured = measure_orders(take, float(number)) if latency else measure(take, pids, float(number))
         print(json.dumps(measured), flush=True)
     if profile is not None:
         profile.dump_stats(f"{os.environ['TEACHER_PROFILE']}/student")

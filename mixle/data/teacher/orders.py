@@ -94,6 +94,11 @@ class Orders:
         return sum(count for _, count in self._placeable())
 
     @property
+    def unsettled(self) -> bool:
+        """Whether free slots could be ordered but for the broker's last word on them."""
+        return self.free != self._states.count(FREE)
+
+    @property
     def outstanding(self) -> int:
         """The number of slots whose sample may still come."""
         return self._states.count(ORDERED) + self._states.count(LOST)

@@ -33,6 +33,7 @@ from mixle.data.teacher.messages import DONE, FAILED, MAX_PIECES, NO_MODEL, U64,
 from mixle.data.teacher.run import ProcessIdentity
 
 PIECE_SECONDS = 0.002
+SHARE_SECONDS = 0.0005  # of work that are worth the messages of a piece of their own
 PIECE_SLOTS = 256
 BACK_OFF_S = 0.05
 LIVES = 10  # workers that may die with a part, or hand it back untouched, before it is given up
@@ -742,7 +743,7 @@ class Scheduler:
 
     def _give(self, worker: Worker, now: float) -> bool:
         """Send a worker one piece of work, of as many students as it takes; return whether there was any for it."""
-        size = min(worker.target, -(-self._queued // max(1, self._serving)))
+        size = min(worker.target, -(-self._queued // self._sharing(worker)))
         students = [student for student in self._waiting if student.packed_bytes <= worker.slot_size]
         pieces: list[messages.WorkPiece] = []
         segments: list[messages.SegmentInfo] = []
@@ -774,6 +775,12 @@ class Scheduler:
         worker.told_model = self.model
         self._out.append((worker, messages.Work(model=model, pieces=tuple(pieces), segments=tuple(segments))))
         return True
+
+    def _sharing(self, worker: Worker) -> int:
+        """Return between how many workers what is queued should be divided, as far as ``worker`` can tell."""
+        if worker.seconds is None:
+            return max(1, self._serving)
+        return max(1, min(self._serving, int(self._queued * worker.seconds / SHARE_SECONDS)))
 
     def _new_ticket(self) -> bytes:
         """Return 16 bytes that nobody can guess; the system is asked for many at a time."""

@@ -152,7 +152,8 @@ class Session:
                 return None
             if not watched:
                 watched = True
-                self._watch(min(left, WATCH_S))
+                if not self._orders.unsettled or not self.hear(min(left, WATCH_S)):
+                    self._watch(min(left, WATCH_S))
             elif self._lane is not None and self._lane.order is not None:
                 self._watch(min(left, DIRECT_S))  # no message will tell of it
                 self.hear(0.0)

@@ -140,16 +140,23 @@ def test_the_first_piece_is_one_slot_and_later_ones_take_two_milliseconds():
     assert sizes[:3] == [1, 20, 20]
 
 
-def test_a_fast_worker_gets_at_most_a_full_piece_and_its_share():
+def test_a_fast_worker_gets_at_most_a_full_piece():
     asking, fast, other = student(2048), worker(prefetch=1), worker(prefetch=1)
     scheduler = scheduler_with(asking, fast, other)
     fast.seconds = other.seconds = 1e-7
+    scheduler.request(asking, [order(0, 1500)], 0.0)
+    sent = scheduler.take(0.0)
+    assert {len(slots_of(given_to(sent, one))) for one in (fast, other)} == {PIECE_SLOTS}
+
+
+@pytest.mark.parametrize("seconds, shares", [(1e-5, (50, 50)), (1e-6, (100, 0)), (1e-2, (1, 1))])
+def test_work_is_divided_as_long_as_each_part_is_worth_its_messages(seconds, shares):
+    asking, one, other = student(2048), worker(prefetch=1), worker(prefetch=1)
+    scheduler = scheduler_with(asking, one, other)
+    one.seconds = other.seconds = seconds
     scheduler.request(asking, [order(0, 100)], 0.0)
     sent = scheduler.take(0.0)
-    assert (len(slots_of(given_to(sent, fast))), len(slots_of(given_to(sent, other)))) == (50, 25)
-    scheduler.request(asking, [order(100, 1500)], 0.0)
-    report(scheduler, fast, given_to(sent, fast), seconds=1e-6)
-    assert len(slots_of(given_to(scheduler.take(0.0), fast))) == PIECE_SLOTS
+    assert (len(slots_of(given_to(sent, one))), len(slots_of(given_to(sent, other)))) == shares
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
