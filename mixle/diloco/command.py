@@ -78,6 +78,8 @@ def plot(
     - norm of the delta of each learner
     """
     with _told():
+        if not out.suffix or not out.parent.is_dir():
+            raise ValueError(f"--out {out} must be a file in a folder that is there, and end in .png, .svg or the like")
         seen = survey(open_mailbox(url), last=last, wait_s=0.0)
         if not seen.rounds:
             raise ValueError("the run has no committed round yet; there is nothing to draw")

@@ -23,7 +23,7 @@ class NodeThread:
         poll_interval: seconds between looks at the mailbox.
         clock: this process's time.
         report: told of what goes wrong.
-        after_tick: called on the thread after each time that the node was called.
+        after_tick: called on the thread after each time that the node was called, whatever came of it.
 
     Attributes:
         error: why the thread has ended, None if nothing went wrong.
@@ -69,8 +69,10 @@ class NodeThread:
                     raise self._member.keeper.error
                 self._wake.clear()
                 try:
-                    self._member.node.tick()
-                    self._after_tick()
+                    try:
+                        self._member.node.tick()
+                    finally:
+                        self._after_tick()
                 except TransientMailboxError as error:
                     self._report("store", None, {"error": str(error)})
                 self._clock.wait(self._wake, self._poll)

@@ -457,8 +457,8 @@ class Session:
         """Do what is left to do on the node's thread."""
         member = self._member
         assert member is not None and self.learner_id is not None
-        self._account.settle(self.learner_id, member.node.newest, member.exchange.round_record)
         self._save_published()
+        self._account.settle(self.learner_id, member.node.newest, member.exchange.round_record)
         self._note()
 
     def _save_published(self) -> None:
@@ -509,6 +509,9 @@ class Session:
 
     def _report(self, kind: Kind, round_: int | None, detail: dict[str, Any]) -> None:
         self._account.hear(kind, round_, detail)
+        if kind == "published":
+            # Closing rounds may take the node's thread long, and who is killed meanwhile would train all this again.
+            self._save_published()
         event = Event(kind, self.learner_id or "", round_, detail)
         here = threading.get_ident()
         outermost = here not in self._in_callbacks

@@ -113,6 +113,13 @@ def test_plot_writes_an_image(url, tmp_path):
     assert "21 of 21 rounds" in output
 
 
+@pytest.mark.parametrize("out", ["run", "nowhere/run.png"])
+def test_an_image_that_cannot_be_written_where_it_is_said_is_refused(url, tmp_path, out):
+    code, output = invoke("plot", url, "--out", str(tmp_path / out))
+    assert code == 2 and "must be a file in a folder that is there, and end in .png" in output
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_plot_names_its_run_counts_in_integers_and_keeps_its_legends_off_the_data(url, tmp_path, monkeypatch):
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
     assert invoke("plot", url, "--out", str(tmp_path / "run.png"))[0] == 0

@@ -195,6 +195,25 @@ def test_a_state_that_a_full_disk_has_no_room_for_is_told_and_the_next_is_saved(
     assert [path.name for path in tmp_path.glob("*.npz")] == ["rank0-000000000000010.npz"]
 
 
+def test_what_was_published_is_saved_though_the_store_fails_right_after(tmp_path):
+    """Who is killed then goes on behind what is published, and trains no batch twice."""
+    hooked, published = Hooked(MemoryMailbox()), threading.Event()
+
+    def fail(operation: str, key: str) -> None:
+        if operation == "put" and key.startswith("snapshots/"):
+            published.set()
+        elif published.is_set() and not key.startswith("leases/"):
+            raise TransientMailboxError("no answer")
+
+    hooked.before = fail
+    session = open_session(zeros(), DiLoCo(5, 1), hooked, state_dir=tmp_path, state=dict)
+    for _ in range(5):
+        session.step()
+    wait_until(lambda: list(tmp_path.glob("*.npz")))
+    assert [path.name for path in tmp_path.glob("*.npz")] == ["rank0-000000000000005.npz"]
+    session.close(flush_s=0.0)
+
+
 # ---- it ends with Python
 
 
