@@ -16,6 +16,8 @@ from typing import Any
 
 from mixle.diloco import state_tree
 from mixle.diloco.clock import SYSTEM_CLOCK, Clock
+from mixle.diloco.mailbox import require_id
+from mixle.utils.exact import require_nonnegative_int
 from mixle.utils.whole_file import locked, replace_file
 
 __all__ = ["Resumed", "StateFolder"]
@@ -51,6 +53,9 @@ class Kept:
         merged: steps of these, times fragments, that were in commits when this was saved.
         out: steps of its snapshots whose rounds it did not know to be committed, by round.
         state: what its ``state()`` returned.
+
+    Raises:
+        TypeError, ValueError: an argument that is not what it says above.
     """
 
     run: str
@@ -60,6 +65,17 @@ class Kept:
     merged: int
     out: dict[int, int]
     state: Any
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.run, str) or not isinstance(self.out, dict):
+            raise TypeError(f"run={self.run!r:.50} must be a string, and out={self.out!r:.50} a dict")
+        if self.learner_id != "":
+            require_id(self.learner_id, "learner_id")
+        for name in ("steps", "samples", "merged"):
+            require_nonnegative_int(getattr(self, name), name)
+        for round_, steps in self.out.items():
+            require_nonnegative_int(round_, "a round in out")
+            require_nonnegative_int(steps, f"out[{round_}]")
 
 
 class StateFolder:
@@ -110,9 +126,13 @@ class StateFolder:
             found = {each: path for each, path in found.items() if each == steps}
         if not found:
             return None
-        path = found[max(found)]
+        told = max(found)
+        path = found[told]
         try:
-            return Kept(**state_tree.from_bytes(path.read_bytes()))
+            kept = Kept(**state_tree.from_bytes(path.read_bytes()))
+            if kept.steps != told:
+                raise ValueError(f"it is of {kept.steps} steps")
+            return kept
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is not the state of a node ({error}); remove it to begin anew") from error
 

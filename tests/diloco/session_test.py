@@ -29,6 +29,7 @@ from mixle.diloco import (
     align,
     open_mailbox,
     state_folder,
+    state_tree,
 )
 from mixle.diloco.node_info import NodeInfo
 from mixle.diloco.records import RoundRecord
@@ -572,6 +573,36 @@ def test_the_state_of_another_site_is_refused(tmp_path):
         open_session(zeros(), BARRIER, url, state_dir=tmp_path, learner_id="b")
     with open_session(zeros(), BARRIER, url, state_dir=tmp_path, learner_id="a") as session:
         assert session.resumed.steps == 5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": 3},
+        {"steps": 5.0},
+        {"samples": "x"},
+        {"samples": -1},
+        {"merged": None},
+        {"merged": True},
+        {"out": [1]},
+        {"out": {"a": 1}},
+        {"out": {1: -1}},
+        {"run": 3},
+        {"learner_id": "a/b"},
+        {"other": 1},
+    ],
+)
+def test_a_state_with_anything_wrong_in_it_is_refused_by_its_file_before_anything_is_written(tmp_path, changes):
+    url = fresh_url()
+    with open_session(zeros(), BARRIER, url, state_dir=tmp_path) as session:
+        for _ in range(5):
+            session.step()
+    (file,) = tmp_path.glob("*.npz")
+    file.write_bytes(state_tree.to_bytes({**state_tree.from_bytes(file.read_bytes()), **changes}))
+    before = open_mailbox(url).list("")
+    with pytest.raises(ValueError, match=r"rank0-000000000000005\.npz is not the state of a node .*; remove it"):
+        open_session(zeros(), BARRIER, url, state_dir=tmp_path)
+    assert open_mailbox(url).list("") == before
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path, monkeypatch):
