@@ -68,6 +68,22 @@ class _Seen:
     silent_s: float = 0.0
 
 
+def require_lease_times(lease_every: object, lease_timeout: object) -> tuple[float, float]:
+    """Return both in seconds.
+
+    Raises:
+        TypeError, ValueError: they are no positive numbers, or the timeout is less than twice the other.
+    """
+    every = require_finite_float(lease_every, "lease_every", exclusive_minimum=0.0)
+    timeout = require_finite_float(lease_timeout, "lease_timeout", exclusive_minimum=0.0)
+    if timeout < 2 * every:
+        raise ValueError(
+            f"lease_timeout={lease_timeout!r} must be at least twice lease_every={lease_every!r}, "
+            f"or one late renewal makes a living node silent"
+        )
+    return every, timeout
+
+
 class LeaseTable:
     """Judge liveness from what lists of ``leases/`` returned; it neither reads a clock nor asks a store."""
 
@@ -216,13 +232,7 @@ class Lease:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.learner_id = require_id(learner_id, "learner_id")
-        self.lease_every = require_finite_float(lease_every, "lease_every", exclusive_minimum=0.0)
-        self.lease_timeout = require_finite_float(lease_timeout, "lease_timeout", exclusive_minimum=0.0)
-        if lease_timeout < 2 * lease_every:
-            raise ValueError(
-                f"lease_timeout={lease_timeout!r} must be at least twice lease_every={lease_every!r}, "
-                f"or one late renewal makes a living node silent"
-            )
+        self.lease_every, self.lease_timeout = require_lease_times(lease_every, lease_timeout)
         self._mailbox = mailbox
         self._clock = clock
         self._folder = f"{LEASES}{learner_id}/"

@@ -7,10 +7,7 @@ import logging
 import os
 import secrets
 import socket
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -18,31 +15,32 @@ from mixle.diloco.account import Account
 from mixle.diloco.adapters import Backend, parameters_of, site_parameters_of
 from mixle.diloco.algorithm import DiLoCo
 from mixle.diloco.alignment import Overwrite
+from mixle.diloco.announcer import Announcer
 from mixle.diloco.batch import batch_sizes
 from mixle.diloco.clock import SYSTEM_CLOCK, Clock
 from mixle.diloco.compression import Codec, Compression
 from mixle.diloco.events import Callback, Event, Kind, log_events
 from mixle.diloco.exchange import read_run
-from mixle.diloco.existing_run import find_run_record
 from mixle.diloco.learner import Learner
 from mixle.diloco.lease import IdInUse, LeaseKeeper, read_nonce
-from mixle.diloco.mailbox import Mailbox, require_id
+from mixle.diloco.mailbox import Mailbox
 from mixle.diloco.member import Member, join
 from mixle.diloco.node_info import NodeInfo, Role
 from mixle.diloco.node_thread import NodeThread
 from mixle.diloco.object_store import open_mailbox
 from mixle.diloco.parameters import Parameters, Ranks
-from mixle.diloco.protocols import MAILBOX_MEMBERS, require_clock, require_members, require_ranks
+from mixle.diloco.protocols import require_clock, require_ranks
 from mixle.diloco.ranks import PatientClock, Site
 from mixle.diloco.retrying import RetryingMailbox
 from mixle.diloco.samples import samples_in
-from mixle.diloco.state_folder import Kept, Resumed, StateFolder
-from mixle.diloco.state_tree import frozen
+from mixle.diloco.site_options import MailboxLike, SiteOptions, require_mailbox_like
+from mixle.diloco.site_state import SiteState
+from mixle.diloco.state_folder import Resumed
 from mixle.diloco.termination import release_sigterm, take_sigterm
 from mixle.diloco.versions import Versions
 from mixle.diloco.weights import Tally, require_samples
 from mixle.diloco.wire import Wire
-from mixle.utils.exact import require_choice, require_finite_float
+from mixle.utils.exact import require_finite_float
 
 __all__ = ["Session", "align"]
 
@@ -55,8 +53,6 @@ LEAVING_S = 5.0
 """How long a store that does not answer is asked again once the flush is over."""
 _open_here: set[Session] = set()
 """Every session that is not closed; a fork inherits those of its parent."""
-
-MailboxLike = str | os.PathLike[str] | Mailbox
 
 
 class Session:
@@ -130,14 +126,20 @@ class Session:
     ) -> None:
         if not isinstance(algorithm, DiLoCo):
             raise TypeError(f"algorithm={algorithm!r} must be a DiLoCo")
-        self.algorithm = algorithm
-        self.role: Role = require_choice(role, "role", ("both", "learner", "syncer", "either"))
-        self.learner_id = None if learner_id is None else require_id(learner_id, "learner_id")
-        self._poll = require_finite_float(poll_interval, "poll_interval", exclusive_minimum=0.0)
-        self._callbacks, self._state = _require_callables(callbacks), state
+        own = self._own = SiteOptions(
+            mailbox=mailbox,
+            learner_id=learner_id,
+            poll_interval=poll_interval,
+            compression=compression,
+            lease_every=lease_every,
+            lease_timeout=lease_timeout,
+            callbacks=callbacks,
+            role=role,
+            state_dir=state_dir,
+        )
+        self.algorithm, self.role, self.learner_id = algorithm, own.role, own.learner_id
         self._clock: Clock = require_clock(clock)
         self._model, self._pid = model, os.getpid()
-        codec = Codec(compression)
         _refuse_contradictions(model, role=self.role, ranks=ranks, state_dir=state_dir, state=state)
         self._require_free_model()
         self._rank = 0 if ranks is None else ranks.rank
@@ -153,19 +155,16 @@ class Session:
         self._thread: NodeThread | None = None
         self._store: Mailbox | None = None
         self._handles_sigterm = False
-        self._in_callbacks: set[int] = set()
         self._closed, self._flushed = False, True
         self._rounds_seen, self._batch_size = 0, algorithm.global_batch_size
-        self._account = Account(algorithm.fragments)
-        self._pending: deque[tuple[int, Kept]] = deque()
-        self._folder = None if state_dir is None else StateFolder(state_dir, rank=self._rank, clock=self._clock)
+        self._account, self._announcer = Account(algorithm.fragments), Announcer(own.callbacks)
+        lead = algorithm.schedule.lead
+        self._remembered = (
+            None if state_dir is None else SiteState(state_dir, state, lead=lead, rank=self._rank, clock=self._clock)
+        )
         self.resumed: Resumed | None = None
-
-        def begin() -> None:
-            self._begin(parameters, mailbox, codec, lease_every=lease_every, lease_timeout=lease_timeout)
-
         try:
-            self._together(begin, self._told_at_start, self._resume_at)
+            self._together(lambda: self._begin(parameters), self._told_at_start, self._heed_start)
         except BaseException:
             self._closed = True
             self._go()
@@ -174,20 +173,10 @@ class Session:
         self._handles_sigterm = self._rank == 0 and take_sigterm()
         atexit.register(self.abandon)
 
-    def _begin(
-        self,
-        parameters: Parameters | None,
-        mailbox: MailboxLike,
-        codec: Codec,
-        *,
-        lease_every: float,
-        lease_timeout: float,
-    ) -> None:
+    def _begin(self, parameters: Parameters | None) -> None:
         """Join the run, on rank 0."""
-        kept = None if self._folder is None else self._folder.newest()
-        store = self._store = _opened(mailbox, self._clock)
-        if kept is not None:
-            self._require_own(kept, store)
+        store = self._store = _opened(self._own.mailbox, self._clock)
+        kept = None if self._remembered is None else self._remembered.newest(self.learner_id, store)
         if self.learner_id is None:
             self.learner_id = _fresh_id() if kept is None else kept.learner_id
         try:
@@ -197,9 +186,9 @@ class Session:
                 mailbox=store,
                 name=self.learner_id,
                 role=self.role,
-                codec=codec,
-                lease_every=lease_every,
-                lease_timeout=lease_timeout,
+                codec=Codec(self._own.compression),
+                lease_every=self._own.lease_every,
+                lease_timeout=self._own.lease_timeout,
                 clock=self._clock,
                 report=self._report,
                 keep=LeaseKeeper.start,
@@ -222,7 +211,7 @@ class Session:
         self._report("joined", member.node.newest, {"role": self.role, "parameters": len(member.run.parameters)})
         self._thread = NodeThread(
             member,
-            poll_interval=self._poll,
+            poll_interval=self._own.poll_interval,
             clock=self._clock,
             report=self._report,
             after_tick=self._after_tick,
@@ -262,8 +251,8 @@ class Session:
         else:
             with self._site.speaking(lambda: self._told(before)):
                 learner.step(samples)
-        if self._folder is not None and learner.published != before:
-            self._keep(learner)
+        if learner.published != before:
+            self._remember(learner)
 
     def run(
         self, train_step: Callable[[B], Any], batches: Iterable[B], *, samples: Callable[[B], int] | None = None
@@ -300,7 +289,7 @@ class Session:
             raise RuntimeError('serve() is for an open session with role="syncer"; others call step()')
         assert self._thread is not None
         try:
-            while not self._thread.join(self._poll):
+            while not self._thread.join(self._own.poll_interval):
                 pass
         finally:
             self.close()
@@ -341,13 +330,13 @@ class Session:
             return self._flushed
         limit = require_finite_float(flush_s, "flush_s", minimum=0.0)
         self._require_own_process()
-        if threading.get_ident() in self._in_callbacks:
+        if self._announcer.is_announcing_here():
             raise RuntimeError("close() in a callback would wait for itself; let the training loop read a flag instead")
         self._closed, self._flushed = True, False
         try:
             self._together(lambda: self._flush(limit), self._told_at_end, self._heed_end)
-            if self._flushed and self._folder is not None and self._learner is not None:
-                self._keep(self._learner)
+            if self._flushed and self._learner is not None:
+                self._remember(self._learner)
         finally:
             self._go()
         return self._flushed
@@ -387,7 +376,9 @@ class Session:
         self._flushed = learner is None
         if learner is not None:
             try:
-                learner.flush(flush_s if self.algorithm.flush_on_close else 0.0, poll_s=min(self._poll, 0.5))
+                learner.flush(
+                    flush_s if self.algorithm.flush_on_close else 0.0, poll_s=min(self._own.poll_interval, 0.5)
+                )
             except Exception as error:  # what stopped the session was raised by step(), and leaving goes on
                 self._report("store", None, {"error": f"{type(error).__name__}: {error}"})
             finally:
@@ -417,8 +408,8 @@ class Session:
                 self._report("left", self._member.node.newest, {})
         finally:
             _open_here.discard(self)
-            if self._folder is not None:
-                self._folder.close()
+            if self._remembered is not None:
+                self._remembered.close()
 
     def _require_own_process(self) -> None:
         if os.getpid() != self._pid:
@@ -440,18 +431,15 @@ class Session:
 
     # ---- what rank 0 does
 
-    def _keep(self, learner: Learner) -> None:
-        """Copy the state that belongs to a snapshot; it is saved once that is published.
-
-        The other ranks do it at the same time, so that ``state()`` may be a collective call.
-        """
-        state = None if self._state is None else frozen(self._state())
-        assert self.learner_id is not None
-        steps, samples = learner.tally.steps, learner.tally.tokens
-        kept = Kept(self._run_id, self.learner_id, steps, samples, 0, {}, state)
-        self._pending.append((learner.published, kept))
-        assert self._thread is not None
-        self._thread.wake()
+    def _remember(self, learner: Learner) -> None:
+        """Copy the state that belongs to a snapshot; it is saved once that is published."""
+        if self._remembered is not None:
+            assert self.learner_id is not None and self._thread is not None
+            steps, samples = learner.tally.steps, learner.tally.tokens
+            self._remembered.copy(
+                learner.published, run=self._run_id, learner_id=self.learner_id, steps=steps, samples=samples
+            )
+            self._thread.wake()
 
     def _after_tick(self) -> None:
         """Do what is left to do on the node's thread."""
@@ -462,17 +450,8 @@ class Session:
         self._note()
 
     def _save_published(self) -> None:
-        newest = None
-        while self._pending and self._pending[0][0] <= self._account.published:
-            _, newest = self._pending.popleft()
-        if newest is not None and self._folder is not None:
-            # The snapshot is published by now, so it is among those that are out, and so are those before it.
-            newest = replace(newest, merged=self._account.merged, out=self._account.out)
-            try:
-                self._folder.save(newest, keep=self._states_kept)
-            except OSError as error:
-                told = f"state_dir has not got the state after {newest.steps} steps: {error}; the next is tried again"
-                self._report("store", None, {"error": told})
+        if self._remembered is not None:
+            self._remembered.save_published(self._account, self._report)
 
     def _note(self) -> None:
         """Work out what others and the user ask for at any time."""
@@ -490,41 +469,12 @@ class Session:
         tally = self._learner.tally
         return NodeInfo(self.role, tally.steps, tally.tokens, self._account.merged)
 
-    def _require_own(self, kept: Kept, store: Mailbox) -> None:
-        """Check that a state on disk is this site's and of the run in the mailbox, before anything is written there."""
-        if self.learner_id is not None and self.learner_id != kept.learner_id:
-            raise ValueError(
-                f"state_dir holds the state of learner_id={kept.learner_id!r}, not of {self.learner_id!r}; give each "
-                "site a folder of its own, or leave learner_id out to go on as that one"
-            )
-        found = find_run_record(store)
-        run = None if found is None else found.id
-        if run != kept.run:
-            raise ValueError(_other_run("state_dir", kept.run, run))
-
-    @property
-    def _states_kept(self) -> int:
-        """How many states ranks keep: those of snapshots on the way, one published, and one to spare."""
-        return self.algorithm.schedule.lead + 2
-
     def _report(self, kind: Kind, round_: int | None, detail: dict[str, Any]) -> None:
         self._account.hear(kind, round_, detail)
         if kind == "published":
             # Closing rounds may take the node's thread long, and who is killed meanwhile would train all this again.
             self._save_published()
-        event = Event(kind, self.learner_id or "", round_, detail)
-        here = threading.get_ident()
-        outermost = here not in self._in_callbacks
-        self._in_callbacks.add(here)
-        try:
-            for callback in self._callbacks:
-                try:
-                    callback(event)
-                except Exception:
-                    logger.exception("a callback failed at the event %s; training goes on", event)
-        finally:
-            if outermost:
-                self._in_callbacks.discard(here)
+        self._announcer.announce(Event(kind, self.learner_id or "", round_, detail))
 
     # ---- what the other ranks do
 
@@ -560,23 +510,14 @@ class Session:
         self._save_after(captured)
 
     def _save_after(self, steps: int) -> None:
-        if steps and self._folder is not None:
-            state = None if self._state is None else self._state()
-            self._folder.save(Kept(self._run_id, "", steps, 0, 0, {}, state), keep=self._states_kept)
+        if steps and self._remembered is not None:
+            self._remembered.save(run=self._run_id, steps=steps)
 
-    def _resume_at(self, told: tuple[int, ...]) -> None:
+    def _heed_start(self, told: tuple[int, ...]) -> None:
+        """Go on from where rank 0 does."""
         steps, self._run_id = told[0], f"{told[1]:015x}"
-        if self._folder is None or steps < 0:
-            return
-        kept = self._folder.newest(steps)
-        if kept is None:
-            raise ValueError(
-                f"state_dir of rank {self._rank} lacks the state after {steps} steps that rank 0 goes on from; "
-                "bring the folder along, or remove those of all ranks to begin anew"
-            )
-        if kept.run != self._run_id:
-            raise ValueError(_other_run(f"state_dir of rank {self._rank}", kept.run, self._run_id))
-        self.resumed = Resumed(kept.steps, kept.samples, kept.state)
+        if self._remembered is not None and steps >= 0:
+            self.resumed = self._remembered.after(steps, run=self._run_id)
 
     def _heed_end(self, told: tuple[int, ...]) -> None:
         self._flushed, self._rounds_seen = bool(told[0]), told[1]
@@ -630,19 +571,8 @@ def _opened(mailbox: MailboxLike, clock: Clock) -> Mailbox:
         return open_mailbox(mailbox, clock=clock)
     if isinstance(mailbox, RetryingMailbox):
         return mailbox.apart()
-    what = "a URL such as 's3://bucket/prefix', the path of a folder, or a mailbox"
-    found: Mailbox = require_members(mailbox, "mailbox", MAILBOX_MEMBERS, what)
+    found: Mailbox = require_mailbox_like(mailbox)
     return found
-
-
-def _require_callables(callbacks: object) -> tuple[Callback, ...]:
-    if (
-        not isinstance(callbacks, Sequence)
-        or isinstance(callbacks, str)
-        or not all(callable(each) for each in callbacks)
-    ):
-        raise TypeError(f"callbacks={callbacks!r} must be a sequence of callables")
-    return tuple(callbacks)
 
 
 def _refuse_contradictions(
@@ -665,14 +595,6 @@ def _refuse_contradictions(
         raise TypeError(f"state={state!r} must be a callable that returns what to remember")
     if state is not None and state_dir is None:
         raise ValueError("state= needs a state_dir to be saved in")
-
-
-def _other_run(where: str, kept: str, found: str | None) -> str:
-    there = "the mailbox holds no run" if found is None else f"the mailbox holds run {found}"
-    return (
-        f"{where} holds the state of another run: it is of run {kept}, and {there}; give each run a folder of its own, "
-        "or remove this one to begin anew"
-    )
 
 
 def _fresh_id() -> str:

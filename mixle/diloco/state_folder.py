@@ -20,7 +20,7 @@ from mixle.diloco.mailbox import require_id
 from mixle.utils.exact import require_nonnegative_int
 from mixle.utils.whole_file import locked, replace_file
 
-__all__ = ["Resumed", "StateFolder"]
+__all__ = ["Kept", "Resumed", "StateFolder", "require_folder"]
 
 PATIENCE_S = 10.0
 """Workers that a killed process has forked hold what it held until they notice; those of a DataLoader look each 5 s."""
@@ -92,7 +92,7 @@ class StateFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, rank: int = 0, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._folder, self._rank = _path_of(path), rank
+        self._folder, self._rank = require_folder(path), rank
         self._held = ExitStack()
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -157,7 +157,12 @@ class StateFolder:
         return found
 
 
-def _path_of(path: object) -> Path:
+def require_folder(path: object) -> Path:
+    """Return the path of a ``state_dir``.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise TypeError(f"state_dir={path!r} must be the path of a folder, not {type(path).__name__}")
     if not os.fspath(path) or "\0" in os.fspath(path):

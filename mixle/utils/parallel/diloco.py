@@ -18,6 +18,7 @@ from mixle.diloco.events import Callback, log_events
 from mixle.diloco.mailbox import Mailbox
 from mixle.diloco.node_info import Role
 from mixle.diloco.session import Session
+from mixle.diloco.site_options import SiteOptions
 from mixle.diloco.torch_ranks import TorchRanks
 from mixle.models.streaming_transformer_leaf import StreamingTransformerLeaf, StreamingTransformerLeafEstimator
 from mixle.training import TrainingState
@@ -68,8 +69,8 @@ class DiLoCoEncodedData(EncodedDataHandle):
             more epochs, of which the one that was interrupted is the first.
 
     Raises:
-        TypeError: ``handle`` does not train, or ``algorithm`` is no :class:`~mixle.diloco.algorithm.DiLoCo`.
-        ValueError: ``handle`` has a plan, or ``role`` is none of the above.
+        TypeError, ValueError: an argument that is not what it says above; ``handle`` has a plan.
+        ImportError: the codec needs a package that is not installed.
     """
 
     def __init__(
@@ -101,18 +102,18 @@ class DiLoCoEncodedData(EncodedDataHandle):
             raise TypeError(f"algorithm={algorithm!r} must be a DiLoCo")
         require_choice(role, "role", ("both", "learner", "either"))
         self._handle: Any = handle
-        self._options: dict[str, Any] = {
-            "algorithm": algorithm,
-            "mailbox": mailbox,
-            "learner_id": learner_id,
-            "poll_interval": poll_interval,
-            "compression": compression,
-            "lease_every": lease_every,
-            "lease_timeout": lease_timeout,
-            "callbacks": callbacks,
-            "role": role,
-        }
-        self._state_dir = state_dir
+        self._algorithm = algorithm
+        self._own = SiteOptions(
+            mailbox=mailbox,
+            learner_id=learner_id,
+            poll_interval=poll_interval,
+            compression=compression,
+            lease_every=lease_every,
+            lease_timeout=lease_timeout,
+            callbacks=callbacks,
+            role=role,
+            state_dir=state_dir,
+        )
         self.rank, self.world = handle.rank, handle.world
         self._session: Session | None = None
         self._module: Any = None
@@ -208,11 +209,11 @@ class DiLoCoEncodedData(EncodedDataHandle):
         if self._session is None:
             session = Session(
                 module,
-                **self._options,
+                algorithm=self._algorithm,
+                **vars(self._own),
                 backend="torch",
                 ranks=TorchRanks() if self.world > 1 else None,
-                state_dir=self._state_dir,
-                state=None if self._state_dir is None else lambda: _remembered(self._state),
+                state=None if self._own.state_dir is None else lambda: _remembered(self._state),
             )
             self._session, self._module = session, module
             if session.resumed is not None:

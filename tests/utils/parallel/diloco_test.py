@@ -176,6 +176,13 @@ class Planned:
         (Planned(), {}, ValueError, "handle has a plan"),
         (None, {"role": "syncer"}, ValueError, "role='syncer' must be one of"),
         (None, {"algorithm": 5}, TypeError, "algorithm=5 must be a DiLoCo"),
+        (None, {"learner_id": "a/b"}, ValueError, "learner_id='a/b' must be"),
+        (None, {"poll_interval": -1}, ValueError, "poll_interval=-1.0 must be above"),
+        (None, {"lease_every": 9}, ValueError, "lease_timeout=4.0 must be at least twice lease_every=9"),
+        (None, {"callbacks": 3}, TypeError, "callbacks=3 must be a sequence"),
+        (None, {"compression": "gzip"}, ValueError, "compression='gzip'"),
+        (None, {"state_dir": ""}, ValueError, "state_dir='' must be the path of a folder"),
+        (None, {"mailbox": 3}, TypeError, "mailbox=3 must be a URL"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(handle, options, error, told):
