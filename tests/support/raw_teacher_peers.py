@@ -97,6 +97,7 @@ class RawStudent(RawPeer):
     def hello(self, **changes: Any) -> messages.Hello:
         values: dict[str, Any] = {
             "version": messages.PROTOCOL_VERSION,
+            "attempt": 1,
             "session": self.welcome.session if self.welcome else None,
             "student_id": self.student_id,
             "rank": self.rank,
@@ -175,6 +176,7 @@ class RawWorker(RawPeer):
     def register(self, held: tuple[messages.HeldPiece, ...] = (), **changes: Any) -> messages.Welcome:
         values: dict[str, Any] = {
             "version": messages.PROTOCOL_VERSION,
+            "attempt": 1,
             "session": self.welcome.session if self.welcome else None,
             "worker_id": self.worker_id,
             "identity": self.identity,

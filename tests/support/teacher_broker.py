@@ -81,12 +81,18 @@ class FakeBroker:
     def admit(self, kind: type[M]) -> tuple[bytes, M]:
         """Expect a registration and welcome it."""
         sender, message = self.expect(kind)
+        self.welcome(sender, message.attempt)
+        return sender, message
+
+    def welcome(self, sender: bytes, attempt: int) -> None:
+        """Answer an attempt to register."""
         session = secrets.token_bytes(16)
         self.sessions.add(session)
         self.send(
             sender,
             messages.Welcome(
                 version=messages.PROTOCOL_VERSION,
+                attempt=attempt,
                 run_id=RUN_ID,
                 broker_id=self.broker_id,
                 session=session,
@@ -95,7 +101,6 @@ class FakeBroker:
                 timeout_s=5.0,
             ),
         )
-        return sender, message
 
     def send(self, receiver: bytes, message: Message) -> None:
         self._router.send_multipart([receiver, *messages.frames(message)])

@@ -51,6 +51,7 @@ def valid_but_absurd(dice: random.Random, run_id: str) -> messages.Message:
     held = tuple(messages.HeldPiece(dice.randbytes(16), segment, i, 3, dice.getrandbits(64)) for i in range(3))
     hello = messages.Hello(
         version=1,
+        attempt=dice.choice([0, 2**62]),
         session=None,
         student_id=dice.randbytes(16).hex(),
         rank=dice.randrange(3),
@@ -66,6 +67,7 @@ def valid_but_absurd(dice: random.Random, run_id: str) -> messages.Message:
     )
     ready = messages.Ready(
         version=1,
+        attempt=dice.choice([0, 2**62]),
         session=None,
         worker_id="evil",
         identity=identity,

@@ -236,6 +236,7 @@ def _range(inner: Check, first: int, count: int) -> Check:
 
 
 _VERSION = _integer(0, 2**31)
+_ATTEMPT = _integer(0, 2**62)
 _SESSION = _bytes(16)
 _TICKET = _bytes(16)
 _ORDER_ID = _bytes(8)
@@ -380,10 +381,14 @@ class Run(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
-    """Student to frontend: register, with one segment; ``session`` is its last one, if it had any."""
+    """Student to frontend: register, with one segment; ``session`` is its last one, if it had any.
+
+    ``attempt`` counts the registrations of the connection.
+    """
 
     COMMAND = b"HELLO"
     version: int = checked(_VERSION)
+    attempt: int = checked(_ATTEMPT)
     session: bytes | None = checked(_optional(_SESSION))
     student_id: str = checked(_STUDENT_ID)
     rank: int = checked(_integer(0, 2**31))
@@ -402,11 +407,13 @@ class Hello(Message):
 class Ready(Message):
     """Worker to backend: register. ``slot_size`` is the largest sample in bytes, ``held`` what it may still write.
 
-    ``lane`` is the name of the socket at which students of its host may order directly.
+    ``lane`` is the name of the socket at which students of its host may order directly, ``attempt`` as in
+    :class:`Hello`.
     """
 
     COMMAND = b"READY"
     version: int = checked(_VERSION)
+    attempt: int = checked(_ATTEMPT)
     session: bytes | None = checked(_optional(_SESSION))
     worker_id: str = checked(_text(128))
     identity: ProcessIdentity = checked(_IDENTITY)
@@ -421,10 +428,14 @@ class Ready(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome(Message):
-    """Broker to a student or worker: registered. ``session`` is a secret of the two."""
+    """Broker to a student or worker: registered. ``session`` is a secret of the two.
+
+    ``attempt`` says which registration it answers; the answer to any but the last is void.
+    """
 
     COMMAND = b"WELCOME"
     version: int = checked(_VERSION)
+    attempt: int = checked(_ATTEMPT)
     run_id: str = checked(_text(8, RUN_ID))
     broker_id: bytes = checked(_bytes(8))
     session: bytes = checked(_SESSION)

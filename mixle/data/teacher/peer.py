@@ -55,8 +55,8 @@ class Peer:
 
     Args:
         endpoint: the broker's frontend or backend.
-        registration: makes the HELLO or READY, as things are at that moment; called in the owner's thread or, while
-            that is busy, in the heartbeat's.
+        registration: makes the HELLO or READY of the attempt that it is given, as things are at that moment; called in
+            the owner's thread or, while that is busy, in the heartbeat's.
         control_pub_endpoint: where the broker publishes models; without it they come with the heartbeat's answers.
         keys: CURVE keys, for a broker that wants them.
         model: the newest model that is known already.
@@ -66,7 +66,7 @@ class Peer:
     def __init__(
         self,
         endpoint: str,
-        registration: Callable[[], messages.Message],
+        registration: Callable[[int], messages.Message],
         *,
         control_pub_endpoint: str | None = None,
         keys: Keys | None = None,
@@ -272,9 +272,11 @@ class Peer:
             return self._inbox.popleft()
         while wire.has_message(self._socket):
             match self._parse(wire.receive(self._socket)):
-                case messages.Welcome() as welcome:
+                case messages.Welcome(attempt=self.registrations) as welcome:
                     self._accept(welcome)
                     return welcome
+                case messages.Welcome():
+                    continue  # of what was sent before it another registration made void
                 case messages.Error() | messages.Run() as answer if self._awaiting:
                     self._awaiting = False
                     self.welcome = None
@@ -299,7 +301,7 @@ class Peer:
         if not self._socket.poll(0, self._zmq.POLLOUT):
             return
         self.registrations += 1
-        if self._put(self._socket, self._registration()):
+        if self._put(self._socket, self._registration(self.registrations)):
             self._due, self._awaiting = False, True
 
     def _accept(self, welcome: messages.Welcome) -> None:
@@ -406,7 +408,7 @@ def ask(endpoint: str, *, keys: Keys | None = None, deadline_s: float) -> messag
         TeacherError: it refused.
     """
     deadline = time.monotonic() + deadline_s
-    with Peer(endpoint, lambda: messages.Ask(version=messages.PROTOCOL_VERSION), keys=keys) as peer:
+    with Peer(endpoint, lambda attempt: messages.Ask(version=messages.PROTOCOL_VERSION), keys=keys) as peer:
         while (left := deadline - time.monotonic()) > 0:
             match peer.receive(left):
                 case messages.Run() as run:

@@ -348,7 +348,7 @@ class Routing:
             self._student_ids[hello.student_id] = peer
             self.scheduler.add_student(student, now)
         self._adopt(hello.model)
-        self._welcome("frontend", connection)
+        self._welcome("frontend", connection, hello.attempt)
 
     def _ready(self, connection: bytes, ready: messages.Ready, now: float) -> None:
         known = self._sessions.get(ready.session or b"") or self._connections.get(("backend", connection))
@@ -365,7 +365,7 @@ class Routing:
             self._add("backend", connection, ready.identity, ready.worker_id, worker, now)
             self.scheduler.add_worker(worker, ready.held, now)
         self._adopt(ready.model)
-        self._welcome("backend", connection)
+        self._welcome("backend", connection, ready.attempt)
 
     def _admit(self, channel: Channel, connection: bytes, identity: ProcessIdentity) -> bool:
         """Tell whether a peer may register; watches its process then."""
@@ -543,9 +543,10 @@ class Routing:
             timeout_s=self._timeout_s,
         )
 
-    def _welcome(self, channel: Channel, connection: bytes) -> None:
+    def _welcome(self, channel: Channel, connection: bytes, attempt: int) -> None:
         welcome = messages.Welcome(
             version=PROTOCOL_VERSION,
+            attempt=attempt,
             run_id=self.run.run_id,
             broker_id=self.broker_id,
             session=self._connections[channel, connection].session,

@@ -483,7 +483,9 @@ class Scheduler:
         With a slow one nothing is won, and what the broker gives it meanwhile would wait.
         """
         worker, info = student.maker, student.info
-        if worker is None or worker.tickets or self._queued or (worker.seconds or math.inf) > PIECE_SECONDS:
+        if worker is None or worker.tickets or student.occupied or self._queued:
+            return None
+        if (worker.seconds or math.inf) > PIECE_SECONDS:
             return None
         near = info.owner.host == worker.identity.host and info.medium == "shm" and info.data_endpoint is None
         return worker.lane if near and worker.serves and not worker.silent and worker in self.workers else None

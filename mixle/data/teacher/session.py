@@ -502,6 +502,8 @@ class Session:
         """Tell a broker that knows nothing what is outstanding."""
         self.welcome = welcome
         self.fence.learn(welcome.model)
+        if self._lane is not None:
+            self._lane.grant(None)  # a new broker may not know yet what workers have
         if welcome.run_id != self.run.run_id:
             self.spent = True  # no worker of that run will attach a segment of this one
             return
@@ -541,10 +543,11 @@ class _Registration:
         self._layout = messages.msgpack.packb(station.layout.to_wire())
         self._identity = process_identity(station.host)
 
-    def __call__(self) -> messages.Hello:
+    def __call__(self, attempt: int) -> messages.Hello:
         station, peer = self._station, self.peer
         return messages.Hello(
             version=messages.PROTOCOL_VERSION,
+            attempt=attempt,
             session=peer.welcome.session if peer is not None and peer.welcome is not None else None,
             student_id=station.student_id,
             rank=station.rank,

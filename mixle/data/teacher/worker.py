@@ -341,12 +341,13 @@ class Worker:
 
     # ---- what the broker says
 
-    def _registration(self) -> messages.Ready:
+    def _registration(self, attempt: int) -> messages.Ready:
         """Return READY as things are now; may be called in the heartbeat's thread."""
         peer = self._peer
         welcome = None if peer is None else peer.welcome
         return messages.Ready(
             version=messages.PROTOCOL_VERSION,
+            attempt=attempt,
             session=None if welcome is None else welcome.session,
             worker_id=self.worker_id,
             identity=process_identity(self._host),

@@ -31,6 +31,7 @@ EXAMPLES = [
     m.Run(**ABOUT),
     m.Hello(
         version=1,
+        attempt=1,
         session=None,
         student_id="0" * 32,
         rank=0,
@@ -46,6 +47,7 @@ EXAMPLES = [
     ),
     m.Ready(
         version=1,
+        attempt=1,
         session=b"s" * 16,
         worker_id="w",
         identity=ME,
@@ -57,7 +59,7 @@ EXAMPLES = [
         model=MODEL,
         lane="1f2e-0123abcd",
     ),
-    m.Welcome(**ABOUT, session=b"s" * 16),
+    m.Welcome(**ABOUT, attempt=2, session=b"s" * 16),
     m.Beat(session=b"s" * 16),
     m.Pong(broker_id=b"b" * 8, model=MODEL),
     m.Who(),

@@ -18,9 +18,10 @@ from mixle.data.teacher.run import process_identity
 PATIENCE_S = 20.0
 
 
-def ready(session: bytes | None = None, held: tuple[HeldPiece, ...] = ()) -> messages.Ready:
+def ready(attempt: int = 1, session: bytes | None = None, held: tuple[HeldPiece, ...] = ()) -> messages.Ready:
     return messages.Ready(
         version=messages.PROTOCOL_VERSION,
+        attempt=attempt,
         session=session,
         worker_id="w",
         identity=process_identity(),
@@ -102,7 +103,7 @@ def test_a_refused_registration_raises_with_the_brokers_words(addresses: tuple[s
 def test_a_busy_peer_beats_and_is_registered_again_with_a_new_broker(addresses: tuple[str, str]) -> None:
     held = HeldPiece(b"t" * 16, "/mx0123abcd-1-aaaaaa", 0, 4, 7)
     holding: list[HeldPiece] = []
-    with Peer(addresses[0], lambda: ready(held=tuple(holding))) as peer:
+    with Peer(addresses[0], lambda attempt: ready(attempt, held=tuple(holding))) as peer:
         with FakeBroker(*addresses) as broker:
             started(peer, broker)
             broker.pump_until(lambda: broker.beats > 2)
@@ -161,6 +162,19 @@ def test_a_peer_whose_session_has_expired_registers_again(addresses: tuple[str, 
         started(peer, broker)
         broker.sessions.clear()
         broker.admit(messages.Ready)
+
+
+def test_the_answer_to_an_earlier_registration_is_void(addresses: tuple[str, str]) -> None:
+    with FakeBroker(*addresses) as broker, Peer(addresses[0], ready) as peer:
+        sender = started(peer, broker)
+        broker.sessions.clear()
+        _, again = broker.expect(messages.Ready)
+        assert again.attempt == 2
+        broker.welcome(sender, 1)
+        broker.send(sender, messages.Stop())
+        assert peer.receive(0.2) is None and not peer.registered
+        broker.welcome(sender, 2)
+        assert isinstance(peer.receive(PATIENCE_S), messages.Welcome) and peer.registered
 
 
 def test_a_beat_answered_by_another_broker_makes_a_peer_register_again(addresses: tuple[str, str]) -> None:

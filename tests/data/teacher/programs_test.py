@@ -29,6 +29,11 @@ def test_whatever_is_killed_no_sample_is_stale_torn_or_repeated_and_nothing_is_l
     assert "no stale, duplicate or torn sample; nothing left" in output("soak.py", "--seconds", "16")
 
 
+def test_direct_orders_survive_the_same_deaths():
+    said = output("soak.py", "--seconds", "12", "--seed", "3", "--direct")
+    assert "no stale, duplicate or torn sample; nothing left" in said
+
+
 def test_no_rank_is_handed_a_sample_older_than_what_it_knows_of():
     assert "40 switches" in output("fence.py", "--switches", "40")
 

@@ -1,8 +1,10 @@
 """Kill something every two seconds, and check what the students get: ``soak.py --seconds 300``.
 
 Three workers, a leader that takes batches and switches the model, a follower that takes samples, and a trainer with a
-DistillDataLoader of two workers. One of these, the broker or a loader worker dies by SIGKILL every ``--every`` seconds
-and comes again. Every sample must be whole, new, and not older than what its reader knew; nothing may stay in /dev/shm.
+DistillDataLoader of two workers; with ``--direct`` a leader and two students that take one sample at a time, from
+teachers so fast that most orders do not go through the broker. One of these, the broker or a loader worker dies by
+SIGKILL every ``--every`` seconds and comes again. Every sample must be whole, new, and not older than what its reader
+knew; nothing may stay in /dev/shm.
 
 Printed: how long each fault kept each student waiting that outlived it, and was not still starting when it struck,
 counted from when the broker is up again if it was the broker. Samples that come later than ``--within`` seconds after a
@@ -24,8 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
 
 from teacher_processes import Processes, teacher_processes, until
 
+from mixle.data.teacher.stats_client import StatsClient
+
 WORKERS = 3
-SECONDS_A_SAMPLE = 0.004
+SECONDS_A_SAMPLE, SECONDS_A_DIRECT_SAMPLE = 0.004, 0.0003
 SWITCH_S = 1.7
 
 
@@ -83,23 +87,24 @@ class Ledger:
 class Soak:
     """The run, what lives in it, and what was done to it."""
 
-    def __init__(self, run: Processes, seed: int) -> None:
-        self.run, self.ledger, self.dice = run, Ledger(), random.Random(seed)
+    def __init__(self, run: Processes, seed: int, *, direct: bool) -> None:
+        self.run, self.ledger, self.dice, self.direct = run, Ledger(), random.Random(seed), direct
         self.broker = run.start("broker", heartbeat_s=0.1)
         self.workers = [self._worker() for _ in range(WORKERS)]
         self.students: dict[str, subprocess.Popen[str]] = {}
-        for name in ("leader", "student", "trainer"):
+        for name in ("leader", "student", "another" if direct else "trainer"):
             self._start(name)
         self.done: list[tuple[float, str, float, str | None]] = []  # struck at, what, all is back since, whom
 
     def _worker(self) -> subprocess.Popen[str]:
-        return self.run.start("worker", argument=SECONDS_A_SAMPLE)
+        return self.run.start("worker", argument=SECONDS_A_DIRECT_SAMPLE if self.direct else SECONDS_A_SAMPLE)
 
     def _start(self, name: str) -> None:
+        single = {"slots": 1, "size": 1} if self.direct else {}
         if name == "leader":
-            process = self.run.start("leader", ready=False, every_s=SWITCH_S)
-        elif name == "student":
-            process = self.run.start("student", ready=False, rank=1)
+            process = self.run.start("leader", ready=False, every_s=SWITCH_S, **single)
+        elif name != "trainer":
+            process = self.run.start("student", ready=False, rank=1, **single)
         else:
             process = self.run.start("trainer", ready=False, rank=2)
         self.students[name] = process
@@ -132,7 +137,7 @@ class Soak:
             victim = self.dice.choice(list(self.students))
             self._reap(self.students[victim])
             self._start(victim)
-        else:
+        elif not self.direct:
             victim = "trainer"
             children = Path(f"/proc/{self.students['trainer'].pid}/task").glob("*/children")
             pids = [int(pid) for path in children for pid in path.read_text().split()]
@@ -167,9 +172,10 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=2.0)
     parser.add_argument("--within", type=float, default=None, help="fail if a student waited longer than this")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--direct", action="store_true", help="one slot a student, and fast teachers")
     options = parser.parse_args()
     with teacher_processes() as run:
-        soak = Soak(run, options.seed)
+        soak = Soak(run, options.seed, direct=options.direct)
         ledger = soak.ledger
         until(lambda: all(ledger.arrivals[name] for name in soak.students), "samples for all students")
         began = time.monotonic()
@@ -182,12 +188,15 @@ def main() -> int:
             lambda: ledger.faults or all(len(ledger.arrivals[name]) > before[name] for name in before),
             "samples for all at the end",
         )
+        with StatsClient(run.frontend) as client:
+            figures = client.ask()
         soak.close()
         run.kill(soak.broker)
         soak.broker = run.start("broker", heartbeat_s=0.1)  # the next process of the run clears up
         until(lambda: not run.segments(), "the clearing up of /dev/shm", 20.0)
         found = sorted(waits(soak, ended))
     print(f"{ledger.count} samples in {ended - began:.0f} s, {len(soak.done)} faults, model {ledger.newest} at the end")
+    print(f"since the broker's last start {figures.direct} of {figures.completed} were ordered directly")
     for what in sorted({what for _, what, _ in found}):
         seconds = [one for one, kind, _ in found if kind == what]
         median, most, tenth = (seconds[int(share * (len(seconds) - 1))] for share in (0.5, 1.0, 0.9))
