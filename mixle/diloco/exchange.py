@@ -192,7 +192,12 @@ class Exchange:
 
     def commit(self, record: RoundRecord) -> bool:
         """Write the record of a round, which commits it; False if another was first."""
-        return self._mailbox.put_if_absent(names.round_record(record.round), record.to_bytes())
+        key = names.round_record(record.round)
+        if self._mailbox.put_if_absent(key, record.to_bytes()):
+            return True
+        if self._get(key) is None:
+            self._pass_over(key, "what lies there cannot be read and lets no round be committed any more; remove it")
+        return False
 
     # ---- snapshots and claims
 

@@ -21,6 +21,7 @@ from virtual_clock import VirtualClock
 
 from mixle.diloco import names
 from mixle.diloco.algorithm import DiLoCo
+from mixle.diloco.file_mailbox import FileMailbox
 from mixle.diloco.lease import IdInUse, Lease, Liveness
 from mixle.diloco.mailbox import PermanentMailboxError, TransientMailboxError
 from mixle.diloco.memory_mailbox import MemoryMailbox
@@ -278,6 +279,20 @@ def test_a_site_whose_run_was_deleted_does_not_write_into_the_next_one():
         while time.monotonic() < until:
             left_behind.step(1)
     assert not left_behind.close(flush_s=0.0)
+
+
+def test_what_cannot_be_read_where_a_record_belongs_is_told_and_training_goes_on_once_it_is_removed(tmp_path, clock):
+    stray = tmp_path / names.round_record(0)
+    stray.mkdir(parents=True)
+    member = Hand(FileMailbox(tmp_path), "n0", DiLoCo(4, 1, grace_seconds=0.0), clock=clock)
+    member.train(4)
+    for _ in range(3):
+        member.tick()
+    (told,) = [detail for _, detail in member.told("foreign")]
+    assert told["key"] == names.round_record(0) and "lets no round be committed any more; remove it" in told["why"]
+    stray.rmdir()
+    member.tick()
+    assert member.node.newest == 0
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", ".hidden", "a b", "x" * 64, "é"])
