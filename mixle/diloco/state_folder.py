@@ -98,7 +98,9 @@ class StateFolder:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock(self._folder / f"rank{rank}.lock", clock)
         except BlockingIOError:
-            raise BlockingIOError(f"state_dir={str(path)!r} is in use by another process; give each its own") from None
+            raise BlockingIOError(
+                f"state_dir={str(path)!r} is in use by another process, or by a session that is not closed; give each its own"
+            ) from None
         except OSError as error:
             raise ValueError(
                 f"state_dir={str(path)!r} must be a folder that this process can write to: {error.strerror}"
