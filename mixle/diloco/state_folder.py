@@ -99,7 +99,8 @@ class StateFolder:
             self._lock(self._folder / f"rank{rank}.lock", clock)
         except BlockingIOError:
             raise BlockingIOError(
-                f"state_dir={str(path)!r} is in use by another process, or by a session that is not closed; give each its own"
+                f"state_dir={str(path)!r} is in use by another process, or by a session that is not closed; give each "
+                "a folder of its own"
             ) from None
         except OSError as error:
             raise ValueError(
