@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
 from teacher_processes import PATTERN, read, teacher_processes
-from torch.utils.data import DataLoader
 
 from mixle.data.teacher.dataset import DistillIterableDataset
+from mixle.data.teacher.loader import DistillDataLoader
 from mixle.data.teacher.student import StudentClient
 
 SLEEP_S = 0.02
@@ -45,7 +45,14 @@ def by_dataset(client: StudentClient, dataset: DistillIterableDataset) -> Iterat
 
 
 def by_loader(client: StudentClient, dataset: DistillIterableDataset) -> Iterator[Any]:
-    return iter(DataLoader(dataset, batch_size=BATCH, num_workers=1, multiprocessing_context="fork"))
+    return iter(DistillDataLoader(dataset, batch_size=BATCH))
+
+
+def by_loader_apart(client: StudentClient, dataset: DistillIterableDataset) -> Iterator[Any]:
+    return iter(DistillDataLoader(dataset, batch_size=BATCH, num_workers=1, multiprocessing_context="fork"))
+
+
+WAYS = {"client": by_client, "dataset": by_dataset, "loader": by_loader, "num_workers=1": by_loader_apart}
 
 
 def rate(samples: Iterator[Any], seconds: float, warm: int) -> float:
@@ -89,12 +96,12 @@ def main() -> None:
     options = parser.parse_args()
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores")
     print(f"load {os.getloadavg()[0]:.1f}; {SLEEP_S * 1000:.0f} ms a sample, {SLOTS} slots")
-    heads = " ".join(f"{head:>15}" for head in ("client", "dataset", "loader"))
+    heads = " ".join(f"{head:>15}" for head in WAYS)
     print(f"{'workers':>8} {'possible':>9} {'alone':>7} {heads}   samples a second (share of alone)")
     for workers in (1, 2, 4, 8, 20):
         possible = workers / SLEEP_S
         before = alone(workers, options.seconds)
-        rates = [measured(workers, by, options.seconds) for by in (by_client, by_dataset, by_loader)]
+        rates = [measured(workers, by, options.seconds) for by in WAYS.values()]
         base = (before + alone(workers, options.seconds)) / 2
         shares = " ".join(f"{one:8.1f} ({one / base:4.2f})" for one in rates)
         print(f"{workers:>8} {possible:>9.0f} {base:>7.1f} {shares}", flush=True)

@@ -33,6 +33,7 @@ from mixle.data.teacher.messages import DONE, FAILED, MAX_PIECES, NO_MODEL, U64,
 from mixle.data.teacher.run import ProcessIdentity
 
 PIECE_SECONDS = 0.002
+AHEAD_S = 0.004  # that a worker gets its next piece before it needs it
 SHARE_SECONDS = 0.0005  # of work that are worth the messages of a piece of their own
 PIECE_SLOTS = 256
 BACK_OFF_S = 0.05
@@ -115,7 +116,10 @@ class Student:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A registered worker, as far as scheduling goes; ``seconds`` is what one slot takes, None before the first."""
+    """A registered worker, as far as scheduling goes.
+
+    ``seconds`` is what one slot takes, None before the first; ``free_at`` when it will be through with what it has.
+    """
 
     identity: ProcessIdentity
     slot_size: int
@@ -123,6 +127,7 @@ class Worker:
     globs: Globs
     prefetch: int
     seconds: float | None = None
+    free_at: float = -math.inf
     tickets: dict[bytes, Ticket] = field(default_factory=dict)
     outstanding: int = 0
     told: dict[Student, int] = field(default_factory=dict)
@@ -217,6 +222,7 @@ class Scheduler:
         self._delayed: list[_Delayed] = []
         self._held_back: list[tuple[Student, Part]] = []
         self._queued = 0
+        self._short_at = math.inf  # when a worker may be given what was kept for others
         self._virtual = 0
         self._serving = 0
         self._out: list[tuple[Student | Worker, messages.Message]] = []
@@ -403,6 +409,7 @@ class Scheduler:
                 self._close(ticket, wanted)
         self.counts.unknown_tickets += unknown
         worker.learn(seconds, slots)
+        worker.free_at = now + worker.outstanding * (worker.seconds or 0.0)
         self._note_room(worker)
         return unknown
 
@@ -437,7 +444,7 @@ class Scheduler:
 
     def next_due(self) -> float:
         """Return when :meth:`advance` has something to do."""
-        due = self._delayed[0].due if self._delayed else math.inf
+        due = min(self._delayed[0].due if self._delayed else math.inf, self._short_at)
         return min(due, self._holding_until) if self._held_back else due
 
     def advance(self, now: float) -> None:
@@ -461,6 +468,7 @@ class Scheduler:
 
     def take(self, now: float) -> list[tuple[Student | Worker, messages.Message]]:
         """Give work to whoever has room, and return what is to be sent to whom since the last call."""
+        self._short_at = math.inf
         if self._queued and self._roomy:
             self._assign(now)
         out, self._out = self._out, []
@@ -734,14 +742,24 @@ class Scheduler:
             self._roomy.pop(worker, None)
 
     def _assign(self, now: float) -> None:
-        """Give pieces to workers that have room, the least loaded first, until either runs out."""
+        """Give pieces to workers that have room, the least loaded first, until either runs out.
+
+        What is not enough for all of them is not given to one that is busy for long: another may be through before it.
+        """
         candidates = list(self._roomy)
+        if self._queued < len(candidates):
+            busy = [worker for worker in candidates if worker.outstanding and worker.free_at > now + AHEAD_S]
+            if busy:
+                candidates = [worker for worker in candidates if worker not in busy]
+                self._short_at = min(worker.free_at for worker in busy) - AHEAD_S
         while candidates and self._queued:
             worker = min(candidates, key=_load) if len(candidates) > 1 else candidates[0]
             given = self._give(worker, now)
             self._note_room(worker)
             if not given or worker not in self._roomy:
                 candidates.remove(worker)
+        if not self._queued:
+            self._short_at = math.inf
 
     def _give(self, worker: Worker, now: float) -> bool:
         """Send a worker one piece of work, of as many students as it takes; return whether there was any for it."""
@@ -773,6 +791,7 @@ class Scheduler:
         if not pieces:
             return False
         worker.turn = next(self._turns)
+        worker.free_at = max(worker.free_at, now) + sum(one.count for one in pieces) * (worker.seconds or 0.0)
         model = None if worker.told_model is self.model else self.model
         worker.told_model = self.model
         self._out.append((worker, messages.Work(model=model, pieces=tuple(pieces), segments=tuple(segments))))

@@ -22,7 +22,7 @@ from mixle.data.teacher.messages import (
     Order,
 )
 from mixle.data.teacher.run import ProcessIdentity
-from mixle.data.teacher.scheduling import BACK_OFF_S, LIVES, PIECE_SLOTS, Scheduler, Student, Worker, runs
+from mixle.data.teacher.scheduling import AHEAD_S, BACK_OFF_S, LIVES, PIECE_SLOTS, Scheduler, Student, Worker, runs
 
 IDS = count(1)
 
@@ -165,6 +165,45 @@ def test_a_slow_worker_has_no_more_than_its_prefetch_outstanding(prefetch):
     scheduler = scheduler_with(asking, working)
     scheduler.request(asking, [order(0, 64)], 0.0)
     assert len(slots_of(given_to(scheduler.take(0.0), working))) == prefetch
+
+
+def test_what_is_too_little_for_all_busy_workers_goes_to_who_is_through_first_and_shortly_before():
+    asking, early, late = student(64), worker(), worker()
+    scheduler = scheduler_with(asking, early, late)
+    early.seconds = late.seconds = 1.0
+    scheduler.request(asking, [order(0)], 10.0)
+    assert given_to(scheduler.take(10.0), early)
+    scheduler.request(asking, [order(1)], 10.5)
+    assert given_to(scheduler.take(10.5), late)
+    scheduler.request(asking, [order(2)], 10.6)
+    assert not scheduler.take(10.6)
+    due = scheduler.next_due()
+    assert due == pytest.approx(11.0 - AHEAD_S)
+    assert not scheduler.take(due - 0.01) and scheduler.next_due() == due
+    sent = scheduler.take(due)
+    assert slots_of(given_to(sent, early)) == [2] and not given_to(sent, late)
+    assert scheduler.next_due() > 1e9
+
+
+def test_what_is_enough_for_all_busy_workers_is_given_ahead():
+    asking, one, other = student(64), worker(), worker()
+    scheduler = scheduler_with(asking, one, other)
+    one.seconds = other.seconds = 1.0
+    scheduler.request(asking, [order(0, 4)], 0.0)
+    sent = scheduler.take(0.0)
+    assert len(given_to(sent, one)) == len(given_to(sent, other)) == 2
+
+
+def test_what_was_kept_for_a_busy_worker_goes_to_one_that_becomes_idle_sooner_than_expected():
+    asking, one, other = student(64), worker(), worker()
+    scheduler = scheduler_with(asking, one, other)
+    one.seconds = other.seconds = 1.0
+    scheduler.request(asking, [order(0), order(1)], 0.0)
+    sent = scheduler.take(0.0)
+    scheduler.request(asking, [order(2)], 0.1)
+    assert not scheduler.take(0.1)
+    report(scheduler, other, given_to(sent, other), now=0.2, seconds=0.2)
+    assert slots_of(given_to(scheduler.take(0.2), other)) == [2]
 
 
 def test_a_worker_has_no_more_pieces_than_its_registration_can_name():
