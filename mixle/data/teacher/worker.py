@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count as counter
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self, TypeAlias
@@ -236,7 +236,13 @@ class Worker:
     def _run(self) -> None:
         if self._demand.ended:
             return
-        self._lane = self._listening()
+        with ExitStack() as stack:
+            self._lane = self._listening()
+            if self._lane is not None:
+                stack.callback(self._lane.close)
+            self._be_a_peer()
+
+    def _be_a_peer(self) -> None:
         with Peer(
             self.backend_endpoint,
             self._registration,
@@ -246,17 +252,15 @@ class Worker:
         ) as peer:
             self._peer = peer
             try:
+                self._begin(peer)
                 if self._lane is not None:
                     peer.attend_also(self._lane.fd)
-                self._begin(peer)
                 self._serve(peer)
                 self._give_back(peer)
             finally:
                 if self._attachments is not None:
                     self._attachments.close()
                 peer.close(messages.Bye())
-                if self._lane is not None:
-                    self._lane.close()
 
     def _listening(self) -> Lane | None:
         """Return where students of this host may order directly; None where that cannot be."""

@@ -125,6 +125,48 @@ def test_a_new_broker_has_nothing_to_say_of_what_is_complete():
 # ---- failures
 
 
+def test_no_broker_has_anything_to_say_of_what_was_ordered_directly():
+    orders = Orders(1)
+    (order,) = orders.place(1, directly=True)
+    assert orders.unfinished() == []
+    orders.land(0)
+    orders.release(orders.take())
+    assert orders.free == 1 and not orders.unsettled
+    (again,) = orders.place(1)
+    assert again.token == (order.token + 1) % 2**64 and orders.unfinished() == [again]
+
+
+def test_a_direct_order_that_nobody_will_fill_is_withdrawn_and_its_slot_ordered_anew():
+    orders = Orders(3)
+    (order,) = orders.place(1, directly=True)
+    orders.supersede(2)
+    orders.withdraw(order)
+    assert orders.free == 3 and orders.outstanding == 0
+    (again,) = orders.place(2)
+    orders.withdraw(order)  # of the new order it says nothing
+    assert orders.outstanding == 3 and again.order_id != order.order_id
+
+
+def test_a_slot_that_lands_alone_completes_its_group_and_counts_once():
+    orders, _ = placed(slot_count=4, size=2)
+    orders.land(3)
+    assert orders.take() is None
+    orders.land(2)
+    orders.land(2)
+    assert orders.take() == 2 and orders.take() is None
+    assert states(orders) == ["ORDERED", "ORDERED", "HELD", "HELD"]
+
+
+def test_free_slots_that_wait_for_the_brokers_last_word_are_told_from_those_that_do_not():
+    orders, order = placed(slot_count=2)
+    assert not orders.unsettled
+    orders.land(0)
+    orders.release(orders.take())
+    assert orders.unsettled and orders.free == 0
+    orders.ended(order.order_id, 0, 1)
+    assert not orders.unsettled and orders.free == 1
+
+
 def test_a_failed_piece_is_ordered_anew_alone():
     orders, order = placed()
     assert orders.ended(order.order_id, 1, 2) == 2
