@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mixle.diloco.mailbox import MailboxError
-from mixle.diloco.object_store import open_mailbox
+from mixle.diloco.object_store import open_existing
 from mixle.diloco.records import RoundRecord
 from mixle.diloco.survey import Survey, collect_garbage, survey
 from mixle.utils.exact import require_finite_float
@@ -48,7 +48,7 @@ def status(
 ) -> None:
     """Print a run: its nodes, its newest rounds, what they waited for, and what they sent."""
     with _told():
-        seen = survey(open_mailbox(url), last=last, wait_s=require_finite_float(wait, "wait", minimum=0.0))
+        seen = survey(open_existing(url), last=last, wait_s=require_finite_float(wait, "wait", minimum=0.0))
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PIPED_WIDTH
@@ -80,7 +80,7 @@ def plot(
     with _told():
         if not out.suffix or not out.parent.is_dir():
             raise ValueError(f"--out {out} must be a file in a folder that is there, and end in .png, .svg or the like")
-        seen = survey(open_mailbox(url), last=last, wait_s=0.0)
+        seen = survey(open_existing(url), last=last, wait_s=0.0)
         if not seen.rounds:
             raise ValueError("the run has no committed round yet; there is nothing to draw")
         _draw(seen, out, title=url)
@@ -94,7 +94,7 @@ def gc(
 ) -> None:
     """Delete what no node of a run needs any more; the records of its rounds and its newest parameters stay."""
     with _told():
-        counted = collect_garbage(open_mailbox(url), dry_run=dry_run)
+        counted = collect_garbage(open_existing(url), dry_run=dry_run)
     told = ", ".join(f"{count} {kind}" for kind, count in sorted(counted.items())) or "nothing"
     typer.echo(f"{'would delete' if dry_run else 'deleted'}: {told}")
 

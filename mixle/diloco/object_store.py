@@ -84,14 +84,26 @@ def open_mailbox(
         PermanentMailboxError: the folder cannot be used.
     """
     require_exact_int(part_bytes, "part_bytes", minimum=_SMALLEST_PART)
-    if isinstance(url, os.PathLike):
-        url = _url_of(url)
-    if not isinstance(url, str):
-        raise TypeError(f"mailbox={url!r} must be a string such as 's3://bucket/prefix', not {type(url).__name__}")
-    return RetryingMailbox(_open(url, part_bytes), deadline_s=deadline_s, clock=clock)
+    return RetryingMailbox(_open(_url_of(url), part_bytes), deadline_s=deadline_s, clock=clock)
 
 
-def _url_of(path: os.PathLike[str]) -> str:
+def open_existing(url: str | os.PathLike[str]) -> RetryingMailbox:
+    """Open the mailbox at ``url`` as :func:`open_mailbox` does, for who only looks: a missing folder is not made.
+
+    Raises:
+        TypeError, ValueError, ImportError, PermanentMailboxError: as there; or there is no such folder.
+    """
+    address = _url_of(url)
+    if address.startswith("file://") and not _folder_at(address).exists():
+        raise ValueError(f"mailbox={address!r} is a folder that is not there, so there is no run in it")
+    return open_mailbox(address)
+
+
+def _url_of(path: object) -> str:
+    if isinstance(path, str):
+        return path
+    if not isinstance(path, os.PathLike):
+        raise TypeError(f"mailbox={path!r} must be a string such as 's3://bucket/prefix', not {type(path).__name__}")
     if os.fspath(path).startswith(tuple(f"{scheme}:" for scheme in _SCHEMES)):
         raise ValueError(f"mailbox={path!r} is a URL that a path has mangled; give it as a string")
     return Path(path).absolute().as_uri()
@@ -107,16 +119,20 @@ def _open(url: str, part_bytes: int) -> Mailbox:
         with _memory_lock:
             return _memory.setdefault(require_id(rest, "the name in memory://"), MemoryMailbox())
     if scheme == "file":
-        parts = urlsplit(url)
-        path = Path(os.fsdecode(unquote_to_bytes(parts.path)))
-        if parts.netloc not in ("", "localhost") or not path.is_absolute() or len(path.parts) < 2 or "\0" in str(path):
-            raise ValueError(f"mailbox={url!r} must be file:// and an absolute folder, such as 'file:///data/run'")
-        return FileMailbox(path)
+        return FileMailbox(_folder_at(url))
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.strip("/")
     if not bucket or any(part in ("", ".", "..") for part in prefix.split("/") if prefix):
         raise ValueError(f"mailbox={url!r} must be {scheme}://BUCKET or {scheme}://BUCKET/PREFIX, with no empty part")
     return ObjectStoreMailbox(_connect(scheme, bucket, prefix or None), part_bytes=part_bytes)
+
+
+def _folder_at(url: str) -> Path:
+    parts = urlsplit(url)
+    path = Path(os.fsdecode(unquote_to_bytes(parts.path)))
+    if parts.netloc not in ("", "localhost") or not path.is_absolute() or len(path.parts) < 2 or "\0" in str(path):
+        raise ValueError(f"mailbox={url!r} must be file:// and an absolute folder, such as 'file:///data/run'")
+    return path
 
 
 def _connect(scheme: str, bucket: str, prefix: str | None) -> Store:

@@ -27,7 +27,7 @@ from mixle.diloco.mailbox import Mailbox
 from mixle.diloco.member import Member, join
 from mixle.diloco.node_info import NodeInfo, Role
 from mixle.diloco.node_thread import NodeThread
-from mixle.diloco.object_store import open_mailbox
+from mixle.diloco.object_store import open_existing, open_mailbox
 from mixle.diloco.parameters import Parameters, Ranks
 from mixle.diloco.protocols import require_clock, require_ranks
 from mixle.diloco.ranks import PatientClock, Site
@@ -549,7 +549,7 @@ def align(model: Any, *, mailbox: MailboxLike, backend: Backend | None = None, r
 
 
 def _align(parameters: Parameters, mailbox: MailboxLike) -> int:
-    store = _opened(mailbox, SYSTEM_CLOCK)
+    store = open_existing(mailbox) if isinstance(mailbox, str | os.PathLike) else _opened(mailbox, SYSTEM_CLOCK)
 
     def report(kind: Kind, round_: int | None, detail: dict[str, Any]) -> None:
         log_events(Event(kind, "align", round_, detail))

@@ -113,6 +113,16 @@ def test_plot_writes_an_image(url, tmp_path):
     assert "21 of 21 rounds" in output
 
 
+@pytest.mark.parametrize("command", [["status"], ["gc"], ["plot", "--out", "/tmp/x.png"]])
+def test_who_looks_where_nothing_is_makes_no_folder(tmp_path, command):
+    name, *options = command
+    code, output = invoke(name, f"file://{tmp_path}/mistyped", *options)
+    assert code == 2 and "mistyped' is a folder that is not there, so there is no run in it" in output
+    with pytest.raises(ValueError, match="is a folder that is not there"):
+        align(zeros(), mailbox=tmp_path / "mistyped")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("out", ["run", "nowhere/run.png"])
 def test_an_image_that_cannot_be_written_where_it_is_said_is_refused(url, tmp_path, out):
     code, output = invoke("plot", url, "--out", str(tmp_path / out))
