@@ -24,6 +24,7 @@ import numpy as np
 
 from mixle.stats.policy import Repair
 from mixle.stats.row_draws import RowDraws
+from mixle.utils.exact import require_finite_float
 
 __all__ = [
     "AccumulatorFactory",
@@ -181,13 +182,19 @@ class StatisticAccumulator(ABC):
     """
 
     def update(self, x: Any, weight: float, estimate: ProbabilityDistribution | None) -> None:
-        """Add one observation; ``estimate`` is the current model, which latent families need."""
-        self.seq_update(self.acc_to_encoder().seq_encode([x]), np.array([weight], dtype=np.float64), estimate)
+        """Add one observation; ``estimate`` is the current model, which latent families need.
+
+        Raises:
+            TypeError, ValueError: ``weight`` is not a finite number of at least 0, or ``x`` is none of the family's.
+        """
+        weights = np.array([require_finite_float(weight, "weight", minimum=0.0)])
+        self.seq_update(self.acc_to_encoder().seq_encode([x]), weights, estimate)
 
     def initialize(self, x: Any, weight: float, rng: Any) -> None:
-        """Add one observation when there is no model yet; latent families assign it at random."""
+        """Add one observation when there is no model yet; latent families assign it at random. Raises as update."""
         draws = RowDraws.coerce(rng, 1)
-        self.seq_initialize(self.acc_to_encoder().seq_encode([x]), np.array([weight], dtype=np.float64), draws)
+        weights = np.array([require_finite_float(weight, "weight", minimum=0.0)])
+        self.seq_initialize(self.acc_to_encoder().seq_encode([x]), weights, draws)
 
     @abstractmethod
     def seq_update(self, enc: Any, weights: np.ndarray, estimate: ProbabilityDistribution | None) -> None:

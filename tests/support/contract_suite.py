@@ -394,6 +394,19 @@ def degenerate_data_gives_a_proper_distribution(case: FamilyCase) -> None:
 
 
 @check
+def a_weight_that_is_none_is_refused_and_nothing_is_added(case: FamilyCase) -> None:
+    data = case.data(3)
+    accumulator = gathered(case, data)
+    before = pickle.dumps(accumulator.value())
+    for weight, error in ((-1, ValueError), (math.nan, ValueError), (math.inf, ValueError), ("1", TypeError)):
+        with pytest.raises(error, match="weight="):
+            accumulator.update(data[0], weight, case.first_model)
+        with pytest.raises(error, match="weight="):
+            accumulator.initialize(data[0], weight, np.random.RandomState(1))
+    assert pickle.dumps(accumulator.value()) == before
+
+
+@check
 def without_any_weight_the_previous_model_stays(case: FamilyCase) -> None:
     data = case.data(20)
     empty = gathered(case, data, np.zeros(20)).value()
