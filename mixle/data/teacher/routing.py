@@ -193,9 +193,9 @@ class Routing:
         if peer is None:
             return
         self._detach(peer)
-        self._silence(peer, True)
-        if isinstance(message, messages.Work) and isinstance(peer.entry, Worker):
+        if isinstance(message, messages.Work) and isinstance(peer.entry, Worker):  # before they are reported lost
             self.scheduler.recall(peer.entry, [piece.ticket for piece in message.pieces], now)
+        self._silence(peer, True)
 
     def tick(self, now: float) -> None:
         """Look after the silent, publish a heartbeat and count rates; to be called once a heartbeat."""

@@ -91,6 +91,7 @@ class Ticket:
     open: int
     sent_at: float
     lost: bool = False
+    told_lost: bool = False  # since ever: its student orders again as soon as it sees the worker dead
     after: list[Part] = field(default_factory=list)  # what was ordered in the same slots with other tokens
 
 
@@ -301,14 +302,7 @@ class Scheduler:
         """Give what it had to others: it has left, or died, and writes no more."""
         self._forget_worker(worker)
         for ticket in list(worker.tickets.values()):
-            if ticket.lost and ticket.student is not None:
-                student, wanted = ticket.student, self._close_unwanted(ticket, ticket.open)
-                if wanted:
-                    pieces = tuple(Piece(ticket.part.order_id, *run) for run in runs(wanted))
-                    self._out.append((student, messages.Lost(pieces=pieces, worker=worker.identity, dead=True)))
-                    self._close(ticket, wanted)
-            else:
-                self._give_back(ticket, ticket.open, now, lives=int(died))
+            self._give_back(ticket, ticket.open, now, lives=int(died))
 
     def abandon_worker(self, worker: Worker) -> None:
         """Forget a worker that has been silent for long, on a machine where nobody can see whether it lives."""
@@ -595,6 +589,9 @@ class Scheduler:
         waiting, ticket.after = ticket.after, []
         for part in waiting:
             free = part.bits & bits
+            if ticket.told_lost:
+                self._end_lost(ticket, part.order_id, free)
+                free = 0
             for run in runs(free):
                 student.occupied |= ((1 << run[1]) - 1) << run[0]
                 self._queue(student, part.sub(*run))
@@ -626,6 +623,10 @@ class Scheduler:
         student, part = ticket.student, ticket.part
         if student is None or not bits:
             return
+        if ticket.told_lost:
+            self._end_lost(ticket, part.order_id, bits)
+            self._close(ticket, bits)
+            return
         self._shrink(ticket, bits)
         left = part.lives - lives
         for first, count in runs(bits):
@@ -647,6 +648,10 @@ class Scheduler:
         bits = self._close_unwanted(ticket, bits)
         student, part = ticket.student, ticket.part
         if student is None or not bits:
+            return
+        if ticket.told_lost:
+            self._end_lost(ticket, part.order_id, bits)
+            self._close(ticket, bits)
             return
         self._shrink(ticket, bits)
         for first, count in runs(bits):
@@ -678,7 +683,7 @@ class Scheduler:
 
     def _lose(self, ticket: Ticket) -> None:
         if not ticket.lost:
-            ticket.lost = True
+            ticket.lost = ticket.told_lost = True
             self.counts.lost += ticket.open.bit_count()
             self._tell_lost(ticket)
 
@@ -695,6 +700,13 @@ class Scheduler:
         for some in _split(pieces):
             lost = messages.Lost(pieces=some, worker=ticket.worker.identity, dead=False)
             self._out.append((student, lost))
+
+    def _end_lost(self, ticket: Ticket, order_id: bytes, bits: int) -> None:
+        """Say the last word on what was reported lost: nobody else gets it, for its student may order it any moment."""
+        assert ticket.student is not None
+        for some in _split([Piece(order_id, *run) for run in runs(bits)]):
+            lost = messages.Lost(pieces=some, worker=ticket.worker.identity, dead=True)
+            self._out.append((ticket.student, lost))
 
     def _slots_at_workers(self, student: Student) -> int:
         slots = 0

@@ -359,6 +359,43 @@ def test_a_silent_worker_that_dies_gives_its_slots_back_for_good():
     assert scheduler.request(asking, [order(0)], 0.0) is None
 
 
+@pytest.mark.parametrize("end", ["died", FAILED, SKIPPED])
+def test_what_was_reported_lost_and_is_not_made_after_all_is_left_to_its_student(end):
+    asking, silent, other = student(), worker(), worker()
+    scheduler = scheduler_with(asking, silent)
+    mine = order(0)
+    scheduler.request(asking, [mine], 0.0)
+    pieces = given_to(scheduler.take(0.0), silent)
+    scheduler.silence_worker(silent, True)
+    scheduler.take(0.0)
+    scheduler.silence_worker(silent, False)
+    scheduler.add_worker(other, (), 0.0)
+    if end == "died":
+        scheduler.remove_worker(silent, 0.0, died=True)
+    else:
+        report(scheduler, silent, pieces, end)
+    sent = scheduler.take(0.0)
+    assert told(sent, asking) == [messages.Lost(pieces=((mine.order_id, 0, 1),), worker=silent.identity, dead=True)]
+    assert not given_to(sent, other) and scheduler.queued == 0
+    assert scheduler.request(asking, [order(0, token=99)], 0.0) is None
+
+
+def test_what_waits_for_a_report_and_was_reported_lost_is_left_to_its_student():
+    asking, silent, other = student(), worker(), worker()
+    scheduler = scheduler_with(asking, silent)
+    first, second = order(0), order(0, token=99)
+    scheduler.request(asking, [first], 0.0)
+    scheduler.take(0.0)
+    scheduler.request(asking, [second], 0.0)  # it saw the first complete
+    scheduler.silence_worker(silent, True)
+    scheduler.take(0.0)
+    scheduler.add_worker(other, (), 0.0)
+    scheduler.remove_worker(silent, 0.0, died=True)
+    sent = scheduler.take(0.0)
+    assert told(sent, asking) == [messages.Lost(pieces=((second.order_id, 0, 1),), worker=silent.identity, dead=True)]
+    assert not given_to(sent, other) and scheduler.queued == asking.occupied == 0
+
+
 def test_a_student_that_knows_better_may_order_a_lost_slot_again():
     asking, silent = student(), worker()
     scheduler = scheduler_with(asking, silent)
