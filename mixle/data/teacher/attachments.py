@@ -216,12 +216,12 @@ class Mapped:
         slots, (_, slot, token, generation) = self._slots, order
         if slots is None or slot >= self.info.slot_count or self.info.medium != "shm":
             return None
-        if self._locks is None:
-            try:
+        try:
+            if self._locks is None:
                 self._locks = self._segment.locks()
-            except OSError:  # its student has taken the name away
+            if not self._locks.hold(slot):
                 return None
-        if not self._locks.hold(slot):
+        except OSError:  # its student has taken the name away, or there is no room for a lock
             return None
         if slots.is_awaited(slot, token, generation):
             return Target(slots, slot, 1, token, generation)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["AVAILABLE", "DirectOrder", "Lane", "StudentLane", "remove_dead_lanes"]
 
 AVAILABLE = doorbell.AVAILABLE and LOCKS_AVAILABLE
+GRANT_S = 1.0  # that a student may ask the same worker before the broker chooses anew
 _WIRE = struct.Struct(f"<{MOST_NAME_CHARACTERS}sIQQ")
 
 
@@ -88,51 +89,72 @@ class StudentLane:
     Attributes:
         order: what was asked for, until its owner knows what became of it and puts None here.
         offered_at: when that was, by ``time.monotonic()``.
+
+    Raises:
+        OSError: the system has no such locks, or no room for one.
     """
 
     def __init__(self, segment: Segment, directory: str | os.PathLike[str] | None = None) -> None:
         self.order: Order | None = None
         self.offered_at = 0.0
+        self._busy_since: float | None = None
         self._locks = segment.locks()
+        try:
+            with self.held(0):  # some sandboxes know of these locks, and have none
+                pass
+        except BaseException:
+            self._locks.close()
+            raise
         self._name, self._directory = segment.name.encode(), directory
         self._granted: str | None = None
+        self._granted_at = 0.0
         self._socket: socket.socket | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether the next order may go this way."""
-        return self._socket is not None and self.order is None
+        """Whether the next order may go this way: now and then one does not, for workers come and grow slow."""
+        return self._socket is not None and self.order is None and time.monotonic() - self._granted_at < GRANT_S
 
     def grant(self, name: str | None) -> None:
         """Take note of whom the broker lets this student ask: nobody for None."""
+        self._granted_at = time.monotonic()
         if name == self._granted:
             return
         self._hang_up()
         self._granted = name
         if name is None:
             return
-        self._socket = _datagrams()
         try:
+            self._socket = _datagrams()
             self._socket.connect(str(_lanes_directory(self._directory) / name))
         except OSError:  # it has left, or has another directory
             self._hang_up()
 
     def offer(self, order: Order) -> bool:
         """Ask for the one slot of an order; False if that worker does not listen, and has not heard of it."""
-        assert self._socket is not None
+        asked = self._socket
+        if asked is None:  # another thread has left
+            return False
         try:
-            self._socket.send(_WIRE.pack(self._name, order.first_slot, order.token, order.generation))
+            asked.send(_WIRE.pack(self._name, order.first_slot, order.token, order.generation))
         except OSError:  # it has left, or is behind
             self._hang_up()
             return False
-        self.order = order
+        self.order, self._busy_since = order, None
         self.offered_at = time.monotonic()
         return True
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the slot of its order was first found locked."""
+        return 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
 
     @contextmanager
     def held(self, slot: int) -> Iterator[bool]:
         """Keep every worker from a slot; False if one is at it."""
         held = self._locks.hold(slot)
+        if not held and self._busy_since is None:
+            self._busy_since = time.monotonic()
         try:
             yield held
         finally:

@@ -223,7 +223,11 @@ class SlotLocks:
         _locks.add(descriptor)
 
     def hold(self, slot: int) -> bool:
-        """Take the lock on a slot; False if another has it, or these are closed. Does not wait."""
+        """Take the lock on a slot; False if another has it, or these are closed. Does not wait.
+
+        Raises:
+            OSError: the system has no such locks, or no room for one.
+        """
         if self._descriptor < 0:
             return False
         try:
@@ -239,10 +243,10 @@ class SlotLocks:
 
     def close(self) -> None:
         """Drop all of them. Idempotent."""
-        if self._descriptor in _locks:  # else this is a fork of who made them
-            _locks.discard(self._descriptor)
-            os.close(self._descriptor)
-        self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1  # first: it may be another file's as soon as it is closed
+        if descriptor in _locks:  # else this is a fork of who made them
+            _locks.discard(descriptor)
+            os.close(descriptor)
 
 
 def unlink_segment(name: str, *, medium: SegmentMedium, directory: str | Path | None = None) -> bool:

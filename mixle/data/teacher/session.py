@@ -88,8 +88,7 @@ class Session:
             self.slots = Slots(self.segment.buffer, station.layout, station.slot_count)
             self.slots.initialize()
             self._receiver = self._listening()
-            if AVAILABLE and station.medium == "shm" and self._receiver is None:
-                self._lane = StudentLane(self.segment, station.runs_directory)
+            self._lane = self._asking()
             registration = _Registration(station, self.segment.name, self._receiver)
             self.peer = registration.peer = Peer(
                 station.frontend,
@@ -307,6 +306,16 @@ class Session:
             on_arrival=self._wake,
         )
 
+    def _asking(self) -> StudentLane | None:
+        """Return what orders directly; None where that cannot be."""
+        if not AVAILABLE or self.station.medium != "shm" or self._receiver is not None:
+            return None
+        try:
+            return StudentLane(self.segment, self.station.runs_directory)
+        except OSError as error:
+            logger.info("all orders go through the broker: %s", error)
+            return None
+
     def _wake(self) -> None:
         if (peer := getattr(self, "peer", None)) is not None:
             peer.wake()
@@ -349,7 +358,7 @@ class Session:
                         orders.withdraw(order)
                     lane.order = None
                     lane.grant(None)
-                elif waited_s > self.welcome.timeout_s:
+                elif lane.busy_s > self.welcome.timeout_s:  # not counted from the order: its reader was away meanwhile
                     self._on_event("lost", {"worker": None, "slots": 1, "dead": False})
                     self.spent = True
 

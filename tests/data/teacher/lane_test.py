@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -21,7 +22,7 @@ from mixle.data.teacher.errors import GeneratorFailed
 from mixle.data.teacher.lane import DirectOrder, Lane, StudentLane, remove_dead_lanes
 from mixle.data.teacher.layout import SlotLayout
 from mixle.data.teacher.messages import Order
-from mixle.data.teacher.segment import Segment
+from mixle.data.teacher.segment import Segment, SlotLocks
 from mixle.data.teacher.slots import Slots
 from mixle.data.teacher.stats_client import StatsClient
 from mixle.data.teacher.student import StudentClient
@@ -91,6 +92,70 @@ def test_a_student_that_finds_the_worker_behind_asks_through_the_broker(segment)
     assert made and not student.is_open
     student.leave()
     worker.close()
+
+
+def test_a_student_asks_the_broker_anew_when_its_grant_is_old(segment, monkeypatch):
+    student, worker = StudentLane(segment), Lane()
+    student.grant(worker.name)
+    assert student.is_open
+    monkeypatch.setattr(lane, "GRANT_S", 0.0)
+    assert not student.is_open
+    monkeypatch.undo()
+    student.grant(worker.name)
+    assert student.is_open
+    student.leave()
+    worker.close()
+
+
+def test_a_student_that_left_in_another_thread_meanwhile_asks_nobody(segment):
+    student, worker = StudentLane(segment), Lane()
+    student.grant(worker.name)
+    assert student.is_open
+    student.leave()
+    assert not student.offer(ORDER)
+    with student.held(0) as held:
+        assert not held
+    worker.close()
+
+
+def test_a_student_that_may_open_no_more_files_asks_nobody(segment, monkeypatch):
+    student = StudentLane(segment)
+
+    def full() -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(lane, "_datagrams", full)
+    student.grant("1-00000000")
+    assert not student.is_open
+    student.leave()
+
+
+def test_where_the_system_has_no_locks_all_orders_go_through_the_broker(run, monkeypatch):
+    def hold(self: SlotLocks, slot: int) -> bool:
+        raise OSError(errno.EINVAL, "no such locks")
+
+    monkeypatch.setattr(SlotLocks, "hold", hold)
+    run.start_broker()
+    run.start_worker(counting([]))
+    with StudentClient(0, 1, CONFIG, **run.client) as client:
+        assert len(set(take(client, 30))) == 30
+        assert figures(run, 30).direct == 0
+
+
+def test_a_worker_that_gets_no_lock_leaves_the_order_to_the_broker(run, monkeypatch):
+    locking = SlotLocks.hold
+
+    def hold(self: SlotLocks, slot: int) -> bool:
+        if threading.current_thread() is not threading.main_thread():  # the worker's
+            raise OSError(errno.ENOLCK, "no room for a lock")
+        return locking(self, slot)
+
+    monkeypatch.setattr(SlotLocks, "hold", hold)
+    run.start_broker()
+    run.start_worker(counting([]))
+    with StudentClient(0, 1, CONFIG, **run.client) as client:
+        assert len(set(take(client, 30))) == 30
+        assert figures(run, 30).direct == 0
 
 
 def test_a_lock_excludes_every_other_holder_from_its_slot_alone(segment):
@@ -431,6 +496,27 @@ def test_a_slot_whose_worker_dies_at_it_is_ordered_anew(run, scripted):
     scripted.fill(slots, piece, 2.0)
     reader.join()
     assert reader.values == [1, 2]
+
+
+def test_a_worker_that_has_just_begun_an_old_order_does_not_cost_the_student_its_segment(run, scripted):
+    with StudentClient(0, 1, CONFIG, **run.client) as client:
+        values: list[float] = []
+        reading = threading.Thread(target=lambda: values.extend(take(client, 2)))
+        reading.start()
+        (piece,) = scripted.peer.work().pieces
+        slots = scripted.attach()
+        locks = scripted.segment.locks()
+        assert locks.hold(0)
+        scripted.fill(slots, piece, 1.0)
+        order = direct_order(scripted)
+        session = client._desk._sessions[0]
+        session._lane.offered_at -= 3600  # its reader was away, and so was the worker
+        session._lane._busy_since = None
+        until(lambda: session._lane._busy_since is not None, "a look at the lock")
+        slots.write(order.slot, order.token, order.generation, sample(2.0))
+        locks.close()
+        reading.join(30)
+        assert values == [1, 2] and not session.spent
 
 
 def test_a_slot_whose_worker_hangs_at_it_is_given_up_with_its_segment(run, scripted):
