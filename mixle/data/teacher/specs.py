@@ -243,8 +243,8 @@ def require_names(specs: Mapping[str, object], given: Mapping[str, object]) -> N
 
 def is_tensor(value: object) -> bool:
     """Tell whether ``value`` is a torch tensor, without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)  # which a torch that another thread imports may not have
+    return kind is not None and isinstance(value, kind)
 
 
 def require_exact(value: Any, spec: TensorSpec, shape: tuple[int, ...]) -> None:
