@@ -286,6 +286,7 @@ class Orders:
         told[list(self._writers)] = False
         told &= ~self._settled
         self._settled[(self.state == FREE) | (self.state >= READY)] = True  # of these no broker has anything to say
+        self._settled[list(self._writers)] = True  # nor need it of these, once they are complete
         orders = []
         for first, count in self._by_order(_TRUE.finditer(told.tobytes())):
             order_id = int(self._order[first]).to_bytes(8, "little")

@@ -311,6 +311,15 @@ def test_the_slots_of_a_silent_worker_are_neither_told_again_nor_freed_for_a_new
     assert orders.place(2) == []
 
 
+def test_what_a_silent_worker_completes_after_all_is_ordered_anew_although_no_broker_speaks_of_it():
+    orders, order = placed(slot_count=1)
+    orders.lost(order.order_id, 0, 1, writer="w", dead=False)
+    assert orders.unfinished() == []
+    orders.land(0)
+    orders.release(orders.take())
+    assert orders.free == 1 and not orders.unsettled
+
+
 # ---- every interleaving
 
 
