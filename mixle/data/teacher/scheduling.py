@@ -425,7 +425,8 @@ class Scheduler:
         """Serve another model from now on; what is queued of the one before is dropped."""
         self.model = model
         for student in self.students:
-            for part in self._withdraw(student, lambda part: part.generation < model.generation):
+            # Of what is held back a worker may yet say that it writes it.
+            for part in self._withdraw(student, lambda part: part.generation < model.generation, held_back=False):
                 self.counts.stale += part.count
                 self._drop(student, part)
         self._serving = 0
@@ -553,8 +554,8 @@ class Scheduler:
             self._waiting[student] = None
         self._queued = sum(one.queued for one in self._waiting)
 
-    def _withdraw(self, student: Student, which: Callable[[Part], bool]) -> list[Part]:
-        """Take what ``which`` chooses out of the queue, the delayed and the held back."""
+    def _withdraw(self, student: Student, which: Callable[[Part], bool], *, held_back: bool = True) -> list[Part]:
+        """Take what ``which`` chooses out of the queue, the delayed and, if so said, the held back."""
         withdrawn = [part for part in student.queue if which(part)]
         if withdrawn:
             student.queue = deque(part for part in student.queue if not which(part))
@@ -565,7 +566,7 @@ class Scheduler:
             self._delayed = [one for one in self._delayed if one.student is not student or not which(one.part)]
             heapq.heapify(self._delayed)
             withdrawn += [one.part for one in delayed]
-        held = [part for whose, part in self._held_back if whose is student and which(part)]
+        held = [part for whose, part in self._held_back if held_back and whose is student and which(part)]
         if held:
             self._held_back = [(whose, p) for whose, p in self._held_back if whose is not student or not which(p)]
             withdrawn += held

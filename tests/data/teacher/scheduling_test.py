@@ -570,6 +570,23 @@ def test_a_slot_that_its_student_saw_complete_is_free_for_the_next_order_when_it
     assert scheduler.queued == 4
 
 
+def test_what_is_held_back_is_not_dropped_at_a_switch_before_workers_could_say_that_they_write_it():
+    asking, returning = student(), worker()
+    scheduler = scheduler_with(asking, holding_until=1.0)
+    writes, nobodys = order(0), order(1)
+    scheduler.request(asking, [writes, nobodys], 0.0, resent=True)
+    scheduler.switch(model(1))
+    assert told(scheduler.take(0.5), asking) == []
+    held = messages.HeldPiece(b"t" * 16, asking.segment, 0, 1, writes.token)
+    scheduler.add_worker(returning, [held], 0.5)
+    scheduler.advance(1.0)
+    [dropped] = told(scheduler.take(1.0), asking)
+    assert dropped.pieces == ((nobodys.order_id, 1, 1),)
+    scheduler.report(returning, [DonePiece(held.ticket, 0, 1, SKIPPED, None)], 0.0, 1.0)
+    [dropped] = told(scheduler.take(1.0), asking)
+    assert dropped.pieces == ((writes.order_id, 0, 1),)
+
+
 def test_a_lost_slot_gets_its_final_word_although_its_student_registered_again():
     asking, silent = student(), worker()
     scheduler = scheduler_with(asking, silent)
