@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mixle.data.teacher import doorbell
-from mixle.data.teacher.run import LANE_NAME, MAX_IPC_PATH_BYTES, private_directory, teacher_directory
+from mixle.data.teacher.run import LANE_NAME, MAX_IPC_PATH_BYTES, is_running, private_directory, teacher_directory
 from mixle.data.teacher.segment import LOCKS_AVAILABLE, MOST_NAME_CHARACTERS, Segment
 
 if TYPE_CHECKING:
@@ -178,6 +178,8 @@ def remove_dead_lanes(directory: str | os.PathLike[str] | None = None) -> list[s
     removed = []
     for path in sorted(_lanes_directory(directory).iterdir()):
         if not LANE_NAME.fullmatch(path.name) or not path.is_socket():
+            continue
+        if is_running(int(path.name.partition("-")[0], 16)):  # it may be about to bind it
             continue
         with _datagrams() as probe:
             try:

@@ -483,10 +483,11 @@ class Scheduler:
     def _lane(self, student: Student) -> str | None:
         """Return where a student may order directly: at who made its last sample, if that is idle and fast.
 
-        With a slow one nothing is won, and what the broker gives it meanwhile would wait.
+        With a slow one nothing is won, and what the broker gives it meanwhile would wait. Where orders have a limit of
+        time, the broker must see them all.
         """
         worker, info = student.maker, student.info
-        if worker is None or worker.tickets or student.occupied or self._queued:
+        if worker is None or worker.tickets or student.occupied or self._queued or self._order_timeout_s is not None:
             return None
         if (worker.seconds or math.inf) > PIECE_SECONDS:
             return None

@@ -210,6 +210,13 @@ def test_the_socket_of_a_dead_worker_is_removed_and_that_of_a_living_one_stays(r
     assert not living._path.exists()
 
 
+def test_a_socket_that_a_living_process_has_not_bound_yet_stays(run):
+    one = Lane()
+    one._socket.close()
+    assert remove_dead_lanes() == [] and one._path.exists()
+    one.close()
+
+
 # ---- a run
 
 

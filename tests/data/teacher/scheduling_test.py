@@ -943,6 +943,14 @@ def test_a_student_may_not_ask_a_worker_that_is(case):
     assert lane_after_a_sample(asking, working, seconds=0.5 if case == "slow" else 1e-4) is None
 
 
+def test_no_student_may_order_past_a_broker_that_limits_what_an_order_takes():
+    asking, working = student(), listening()
+    scheduler = scheduler_with(asking, working, order_timeout_s=60.0)
+    scheduler.request(asking, [order(0)], 0.0)
+    report(scheduler, working, given_to(scheduler.take(0.0), working), seconds=1e-4)
+    assert told(scheduler.take(0.0), asking)[0].lane is None
+
+
 def test_a_student_may_not_ask_a_worker_that_has_or_will_have_work_of_the_brokers():
     asking, other, working = student(), student(), listening()
     scheduler = scheduler_with(asking, other, working)
