@@ -219,7 +219,7 @@ class SlotLocks:
     _LOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self._descriptor, self._pid = descriptor, os.getpid()
         _locks.add(descriptor)
 
     def hold(self, slot: int) -> bool:
@@ -244,7 +244,7 @@ class SlotLocks:
     def close(self) -> None:
         """Drop all of them. Idempotent."""
         descriptor, self._descriptor = self._descriptor, -1  # first: it may be another file's as soon as it is closed
-        if descriptor in _locks:  # else this is a fork of who made them
+        if descriptor >= 0 and self._pid == os.getpid():  # in a fork it was closed, and may be another's by now
             _locks.discard(descriptor)
             os.close(descriptor)
 

@@ -196,6 +196,23 @@ def test_a_lock_is_free_when_its_holder_is_killed_and_not_when_a_fork_of_it_ends
     other.close()
 
 
+def test_a_fork_that_closes_its_parents_locks_leaves_its_own(segment):
+    parents = segment.locks()
+
+    def fork() -> None:
+        number = os.open(f"/dev/shm{segment.name}", os.O_RDWR)
+        own = SlotLocks(os.dup2(number, parents._descriptor))  # as the system may number it, too
+        parents.close()
+        assert own.hold(0) and not segment.locks().hold(0)
+
+    child = FORK.Process(target=fork)
+    child.start()
+    child.join(10)
+    assert child.exitcode == 0
+    assert parents.hold(0)
+    parents.close()
+
+
 def test_the_socket_of_a_dead_worker_is_removed_and_that_of_a_living_one_stays(run):
     living = Lane()
     dead = FORK.Process(target=lambda: (Lane(), os.kill(os.getpid(), signal.SIGKILL)), daemon=True)
