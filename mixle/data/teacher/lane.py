@@ -107,28 +107,31 @@ class StudentLane:
             raise
         self._name, self._directory = segment.name.encode(), directory
         self._granted: str | None = None
+        self._connected: str | None = None
         self._granted_at = 0.0
         self._socket: socket.socket | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether the next order may go this way: now and then one does not, for workers come and grow slow."""
-        return self._socket is not None and self.order is None and time.monotonic() - self._granted_at < GRANT_S
+        return self._granted is not None and self.order is None and time.monotonic() - self._granted_at < GRANT_S
 
     def grant(self, name: str | None) -> None:
-        """Take note of whom the broker lets this student ask: nobody for None."""
-        self._granted_at = time.monotonic()
-        if name == self._granted:
+        """Take note of whom the broker lets this student ask: nobody for None.
+
+        The connection outlasts the grant: in a busy run grants come and go many times a second.
+        """
+        self._granted_at, self._granted = time.monotonic(), name
+        if name is None or name == self._connected:
             return
         self._hang_up()
-        self._granted = name
-        if name is None:
-            return
         try:
             self._socket = _datagrams()
             self._socket.connect(str(_lanes_directory(self._directory) / name))
         except OSError:  # it has left, or has another directory
             self._hang_up()
+        else:
+            self._granted = self._connected = name
 
     def offer(self, order: Order) -> bool:
         """Ask for the one slot of an order; False if that worker does not listen, and has not heard of it."""
@@ -167,7 +170,7 @@ class StudentLane:
         self._locks.close()
 
     def _hang_up(self) -> None:
-        self._granted = None
+        self._granted = self._connected = None
         if self._socket is not None:
             self._socket.close()
             self._socket = None

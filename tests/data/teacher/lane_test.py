@@ -81,6 +81,23 @@ def test_a_student_asks_nobody_who_does_not_listen(segment):
     student.leave()
 
 
+def test_a_grant_that_comes_and_goes_keeps_its_connection(segment):
+    student, worker, other = StudentLane(segment), Lane(), Lane()
+    student.grant(worker.name)
+    connection = student._socket
+    student.grant(None)
+    assert not student.is_open
+    student.grant(worker.name)
+    assert student.is_open and student._socket is connection
+    student.grant(None)
+    student.grant(other.name)
+    assert student.is_open and student.offer(ORDER)
+    assert other.take() is not None and worker.take() is None and connection.fileno() == -1
+    student.leave()
+    worker.close()
+    other.close()
+
+
 def test_a_student_that_finds_the_worker_behind_asks_through_the_broker(segment):
     student, worker = StudentLane(segment), Lane()
     student.grant(worker.name)
