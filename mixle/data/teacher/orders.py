@@ -318,7 +318,8 @@ class Orders:
         for match in matches:
             first, count = match.start(), match.end() - match.start()
             ids = self._order[first : first + count]
-            if count == 1 or (ids == ids[0]).all():
+            raw = ids.tobytes()
+            if raw == raw[:8] * count:
                 yield first, count
                 continue
             edges = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), count]

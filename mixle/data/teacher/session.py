@@ -27,7 +27,7 @@ from mixle.data.teacher.orders import Orders
 from mixle.data.teacher.peer import Peer, ask, refusal
 from mixle.data.teacher.run import ProcessIdentity, is_alive, process_identity
 from mixle.data.teacher.segment import Segment
-from mixle.data.teacher.slots import Slots
+from mixle.data.teacher.slots import FEW, Slots
 from mixle.data.teacher.station import Station
 
 __all__ = ["OnEvent", "Session"]
@@ -374,12 +374,17 @@ class Session:
             self._land(self._orders, [run for run in self._orders.runs() if is_complete(*self._ahead(run))])
 
     def _land(self, orders: Orders, runs: list[tuple[int, int, int, int]]) -> None:
-        for first, count, token, generation in runs:
-            if count == 1:
-                if self.slots.is_complete(first, token, generation):
-                    orders.land(first)
-                continue
+        for run in runs:
+            self._land_run(orders, *run)
+
+    def _land_run(self, orders: Orders, first: int, count: int, token: int, generation: int) -> None:
+        if count > FEW:
             orders.landed(self.slots.complete(first, count, token, generation), first=first)
+            return
+        for slot in range(first, first + count):
+            if self.slots.is_complete(slot, token, generation):
+                orders.land(slot)
+            token = token + 1 & messages.U64
 
     def _ahead(self, run: tuple[int, int, int, int]) -> tuple[int, int, int]:
         """Return slot, token and generation of what is last for the first group of a run."""
@@ -474,7 +479,7 @@ class Session:
             return False
         # Others of the piece may have been ordered anew since; what is of one order has tokens in turn.
         token = (int(orders.token[one]) - (one - first)) & messages.U64
-        orders.landed(self.slots.complete(first, count, token, int(orders.generation[one])), first=first)
+        self._land_run(orders, first, count, token, int(orders.generation[one]))
         return True
 
     def _end(self, piece: Piece) -> int:

@@ -36,6 +36,8 @@ from mixle.data.teacher.specs import Buffer, is_tensor, require_exact, require_n
 if TYPE_CHECKING:
     import torch
 
+FEW = 12  # slots, up to which one after another is faster than an array operation for all
+U64 = 2**64 - 1
 _HEADER = struct.Struct("<QQQII")
 _LENGTH, _STATUS, _CHECKSUM, _WATCHED = LENGTH_AT // 8, STATUS_AT // 4, CHECKSUM_AT // 4, WATCHED_AT // 4
 _CANARY_WORDS = np.frombuffer(CANARY, "<u8")
@@ -100,8 +102,10 @@ class Slots:
 
     def prepare(self, first: int, count: int, token: int, generation: int) -> None:
         """Make slots empty and of an order, before it is sent."""
-        if count == 1:
-            _HEADER.pack_into(self._memory, self._base(first), token, generation, 0, EMPTY, 0)
+        if count <= FEW:
+            for base in [self._base(slot) for slot in range(first, first + count)]:
+                _HEADER.pack_into(self._memory, base, token, generation, 0, EMPTY, 0)
+                token = token + 1 & U64
             return
         rows = self._rows(first, count)
         self._statuses[rows] = EMPTY
@@ -155,6 +159,8 @@ class Slots:
     def intact(self, first: int, count: int) -> NDArray[np.bool_]:
         """Tell behind which slots the canary is whole and, where there is a checksum, the sample agrees: (count,)."""
         rows = self._rows(first, count)
+        if count <= FEW:
+            return np.array([self.is_intact(slot) for slot in range(first, first + count)])
         same: NDArray[np.bool_] = self._canaries[rows] == _CANARY_WORDS
         whole: NDArray[np.bool_] = np.ones(count, bool)
         if not same.all():

@@ -6,12 +6,11 @@ import time
 from types import TracebackType
 from typing import Self
 
-from mixle.data.teacher import messages
+from mixle.data.teacher import messages, wire
 from mixle.data.teacher.handshakes import Connection
 from mixle.data.teacher.keys import Keys
 from mixle.data.teacher.peer import unreachable
 from mixle.data.teacher.stats import BrokerStats
-from mixle.data.teacher.wire import is_ipv6
 from mixle.utils.optional_import import optional_import
 
 
@@ -24,7 +23,7 @@ class StatsClient:
         self._context = self._zmq.Context()
         self._socket = self._context.socket(self._zmq.DEALER)
         self._socket.linger = 0
-        self._socket.ipv6 = is_ipv6(frontend_endpoint)
+        self._socket.ipv6 = wire.is_ipv6(frontend_endpoint)
         self._socket.maxmsgsize = messages.MAX_MESSAGE_BYTES
         if keys is not None:
             keys.secure_client(self._socket)
@@ -41,8 +40,15 @@ class StatsClient:
         while self._socket.poll(0):  # what came too late the last time
             self._socket.recv_multipart()
         self._connection.read()
-        self._socket.send_multipart(messages.frames(messages.Stats()), self._zmq.NOBLOCK)
+        asked = False
         while (left := deadline - time.monotonic()) > 0:
+            if not asked:
+                try:
+                    wire.send(self._socket, messages.frames(messages.Stats()))
+                except self._zmq.Again:  # its handshake was refused already, and it may try again
+                    self._socket.poll(left * 1000, self._zmq.POLLOUT)
+                    continue
+                asked = True
             if self._socket.poll(left * 1000):
                 match messages.parse(*self._socket.recv_multipart()):
                     case messages.StatsReply() as reply:

@@ -199,7 +199,8 @@ class StudentClient:
             ValueError: ``size`` exceeds ``slot_count``, or is not that of the calls before.
             TeacherError, RuntimeError: as for :meth:`request_sample`.
         """
-        size = require_positive_int(size, "size")
+        if type(size) is not int or size < 1:  # once for each batch
+            size = require_positive_int(size, "size")
         if size > self._station.slot_count:
             raise ValueError(
                 f"size={size} exceeds slot_count={self._station.slot_count}; have at least {2 * size} slots"
