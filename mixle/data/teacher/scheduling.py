@@ -619,17 +619,24 @@ class Scheduler:
             if ticket.student is not None:
                 ticket.student.tickets.pop(ticket.ticket, None)
 
+    def _take_back(self, ticket: Ticket, bits: int) -> int:
+        """Take from a ticket what its worker will not write; return what is to be given to another."""
+        bits = self._close_unwanted(ticket, bits)
+        if ticket.student is None or not bits:
+            return 0
+        if ticket.told_lost:
+            self._end_lost(ticket, ticket.part.order_id, bits)
+            self._close(ticket, bits)
+            return 0
+        self._shrink(ticket, bits)
+        return bits
+
     def _give_back(self, ticket: Ticket, bits: int, now: float, *, lives: int, avoid: Worker | None = None) -> None:
         """Queue again what a worker will not write; ``lives`` is what this costs it."""
-        bits = self._close_unwanted(ticket, bits)
         student, part = ticket.student, ticket.part
+        bits = self._take_back(ticket, bits)
         if student is None or not bits:
             return
-        if ticket.told_lost:
-            self._end_lost(ticket, part.order_id, bits)
-            self._close(ticket, bits)
-            return
-        self._shrink(ticket, bits)
         left = part.lives - lives
         for first, count in runs(bits):
             again = part.sub(first, count)
@@ -647,15 +654,10 @@ class Scheduler:
 
     def _not_done(self, ticket: Ticket, bits: int, message: str | None, now: float) -> None:
         ticket.worker.failed += bits.bit_count()
-        bits = self._close_unwanted(ticket, bits)
         student, part = ticket.student, ticket.part
+        bits = self._take_back(ticket, bits)
         if student is None or not bits:
             return
-        if ticket.told_lost:
-            self._end_lost(ticket, part.order_id, bits)
-            self._close(ticket, bits)
-            return
-        self._shrink(ticket, bits)
         for first, count in runs(bits):
             again = part.sub(first, count)
             again.tries, again.avoid = part.tries + 1, ticket.worker

@@ -131,8 +131,8 @@ class Session:
         if self._orders is None:
             self._orders = Orders(self.station.slot_count, size=size)
         first = self._take()
-        if first is None and self._lane is not None and self._lane.order is not None:
-            first = self._await_direct(self._lane.order, until)
+        if first is None and (direct := self._direct) is not None:
+            first = self._await_direct(direct, until)
         if first is None:
             self._peek()
             self.hear(0.0)
@@ -143,8 +143,8 @@ class Session:
                 raise self.failures.popleft()
             if self.spent:
                 return None
-            if self._lane is not None and self._lane.order is not None:
-                self._recall(self._lane, self._lane.order)
+            if self._lane is not None and self._direct is not None:
+                self._recall(self._lane, self._direct)
             self._place(at_least=self._orders.usable // 4)
             left = until - time.monotonic()
             if left <= 0:
@@ -153,7 +153,7 @@ class Session:
                 watched = True
                 if not self._orders.unsettled or not self.hear(min(left, WATCH_S)):
                     self._watch(min(left, WATCH_S))
-            elif self._lane is not None and self._lane.order is not None:
+            elif self._direct is not None:
                 self._watch(min(left, DIRECT_S))  # no message will tell of it
                 self.hear(0.0)
             elif not self.hear(min(left, GATHER_S)) and (first := self._woken()) is None:
@@ -224,6 +224,11 @@ class Session:
 
     # ---- private
 
+    @property
+    def _direct(self) -> Order | None:
+        """What was ordered from a worker itself, and is not known to be made or taken back."""
+        return None if self._lane is None else self._lane.order
+
     def _take(self) -> int | None:
         orders = self._orders
         assert orders is not None
@@ -233,7 +238,7 @@ class Session:
             return None
         whole = self.slots.is_intact(first) if orders.size == 1 else bool(self.slots.intact(first, orders.size).all())
         if whole:
-            if self._lane is not None and self._lane.order is not None and self._lane.order.first_slot == first:
+            if self._lane is not None and self._direct is not None and self._direct.first_slot == first:
                 self._lane.order = None
             self.served += orders.size
             for slot in range(first, first + orders.size) if self._missed else ():
