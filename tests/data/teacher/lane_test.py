@@ -26,6 +26,7 @@ from mixle.data.teacher.segment import Segment, SlotLocks
 from mixle.data.teacher.slots import Slots
 from mixle.data.teacher.stats_client import StatsClient
 from mixle.data.teacher.student import StudentClient
+from mixle.data.teacher.worker import Worker
 
 pytestmark = pytest.mark.skipif(not lane.AVAILABLE, reason="needs Linux on x86-64")
 
@@ -268,6 +269,18 @@ def figures(run: Run, completed: int):
         return until(lambda: (found := client.ask()).completed >= completed and found, "the count")
 
 
+def take_until_direct(client: StudentClient, run: Run, direct: int) -> list[float]:
+    """Take samples until so many came past the broker: on a busy machine an order now and then goes by it."""
+    values: list[float] = []
+
+    def enough() -> bool:
+        values.extend(take(client, 20))
+        return figures(run, len(values)).direct >= direct
+
+    until(enough, f"{direct} direct orders", 60.0)
+    return values
+
+
 def counting(calls: list[int], seconds: float = 0.0):
     def generate(model_id, model_cfg):
         calls.append(len(calls))
@@ -282,9 +295,9 @@ def test_who_takes_one_sample_at_a_time_orders_from_the_worker_itself(run):
     run.start_broker()
     run.start_worker(counting(calls))
     with StudentClient(0, 1, CONFIG, **run.client) as client:
-        values = take(client, 60)
-        assert len(set(values)) == 60
-        found = figures(run, 60)
+        values = take_until_direct(client, run, 30)
+        assert len(set(values)) == len(values)
+        found = figures(run, len(values))
     assert found.direct >= 30 and found.ordered == found.completed
     assert found.students[0].completed == found.workers[0].completed == found.completed
 
@@ -307,8 +320,8 @@ def test_every_kind_of_generator_takes_direct_orders(run, max_batch, into_buffer
     run.start_broker()
     run.start_worker(batch if max_batch else single, max_batch=max_batch, into_buffer=into_buffer)
     with StudentClient(0, 1, CONFIG, **run.client) as client:
-        assert len(set(take(client, 60))) == 60
-        assert figures(run, 60).direct >= 30
+        values = take_until_direct(client, run, 30)
+    assert len(set(values)) == len(values)
 
 
 @pytest.mark.parametrize("seconds, options", [(0.004, {}), (0.0, {"medium": "file"})], ids=["slow", "file"])
@@ -330,21 +343,20 @@ def test_a_student_with_many_slots_on_order_leaves_them_to_the_broker(run):
 
 
 def test_a_generator_that_fails_at_a_direct_order_has_all_its_tries_at_the_broker(run):
-    calls: list[int] = []
+    enough = threading.Event()
 
     def generate(model_id, model_cfg):
-        calls.append(len(calls))
-        if len(calls) > 40:
+        if enough.is_set():
             raise ValueError("enough")
-        return sample(len(calls))
+        return sample(1)
 
     run.start_broker()
     run.start_worker(generate)
     with StudentClient(0, 1, CONFIG, **run.client) as client:
-        take(client, 40)
-        assert figures(run, 40).direct
+        take_until_direct(client, run, 1)
+        enough.set()
         with pytest.raises(GeneratorFailed, match=r"in 3 tries.*enough"):
-            client.request_sample(20_000)
+            take(client, 3)
 
 
 def test_two_students_of_one_worker_get_samples_of_their_own(run):
@@ -355,14 +367,16 @@ def test_two_students_of_one_worker_get_samples_of_their_own(run):
     def read(rank: int) -> None:
         with StudentClient(rank, 1, CONFIG, **run.client) as client:
             seen[rank] = take(client, 150)
+            if rank == 0:
+                seen[rank] += take_until_direct(client, run, 1)
 
     readers = [threading.Thread(target=read, args=(rank,)) for rank in (0, 1)]
     for reader in readers:
         reader.start()
     for reader in readers:
         reader.join(60)
-    assert len(set(seen[0] + seen[1])) == 300
-    assert figures(run, 300).direct
+    values = seen[0] + seen[1]
+    assert len(set(values)) == len(values) >= 320
 
 
 def test_a_switch_makes_direct_orders_of_the_new_model(run):
@@ -372,7 +386,7 @@ def test_a_switch_makes_direct_orders_of_the_new_model(run):
         for number in range(30):
             client.set_model("m", {"number": number})
             assert set(take(client, 10)) == {number}
-        assert figures(run, 300).direct
+        assert set(take_until_direct(client, run, 1)) == {29}
 
 
 def test_a_worker_ignores_direct_orders_that_nobody_made(run):
@@ -600,29 +614,42 @@ def test_a_direct_order_of_a_model_that_is_replaced_is_taken_back(run, scripted)
     assert values == [1, 2]
 
 
-def test_a_restarted_broker_is_told_nothing_of_a_direct_order(run):
+def test_a_restarted_broker_is_told_nothing_of_a_direct_order(run, monkeypatch):
     broker = run.start_broker()
-    entered, leave = threading.Event(), threading.Event()
+    directly, entered, leave = threading.Event(), threading.Event(), threading.Event()
     calls: list[int] = []
+    work_directly = Worker._work_directly
+
+    def marked(self: Worker, lane: Lane) -> None:
+        directly.set()
+        work_directly(self, lane)
+        directly.clear()
+
+    monkeypatch.setattr(Worker, "_work_directly", marked)
 
     def generate(model_id, model_cfg):
         calls.append(len(calls))
-        if len(calls) == 21:
+        if directly.is_set() and not entered.is_set():
             entered.set()
-            assert leave.wait(30)
+            assert leave.wait(60)
         return sample(len(calls))
 
     run.start_worker(generate)
     values: list[float] = []
+
+    def ask() -> None:
+        while not entered.is_set():
+            values.extend(take(client, 1))
+        values.extend(take(client, 5))
+
     with StudentClient(0, 1, CONFIG, **run.client) as client:
-        values += take(client, 20)
-        asking = threading.Thread(target=lambda: values.extend(take(client, 5)))
+        asking = threading.Thread(target=ask)
         asking.start()
-        assert entered.wait(10)
+        assert entered.wait(60)
         broker.stop()
         again = run.start_broker()
         until(lambda: again.stats.students_registered and again.stats.workers_registered, "a return")
         assert again.stats.ordered == 0
         leave.set()
         asking.join(30)
-    assert values == list(np.arange(1, 26))
+    assert len(values) > 5 and values == list(np.arange(1, len(values) + 1))
