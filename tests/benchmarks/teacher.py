@@ -4,7 +4,8 @@
 
 ``--peer`` is a Python that has softs; without it softs is left out. Every side runs in processes of its own and waits
 while another is measured, in turns; the median of the turns counts. The generator returns a buffer that is ready. Our
-own sides also show the CPU time of each process per sample, which another load on the machine changes little.
+own sides also show the CPU time of each process per sample, which another load on the machine changes little. Every
+side, ours or not, copies past the caches as ``mixle teacher worker`` does; with ``--plain-stores`` none does.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Any, Self
+
+from mixle.data.teacher.streaming_stores import VARIABLE, streaming_stores
 
 SIDES = Path(__file__).with_name("teacher_sides.py")
 SIZES = {"4 KiB": 4 << 10, "64 KiB": 64 << 10, "600 KiB": 600 << 10, "4 MiB": 4 << 20}
@@ -162,9 +165,14 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="show instead what bounds our side")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--sides", nargs="+", choices=THROUGHPUT, default=list(THROUGHPUT))
+    parser.add_argument("--plain-stores", action="store_true", help="leave the C library's copies as they are")
     args = parser.parse_args()
+    stores = None if args.plain_stores else streaming_stores(os.environ.get(VARIABLE, ""))
+    if stores is not None:
+        os.environ[VARIABLE] = stores
     packages = " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("mixle", "torch", "numpy", "pyzmq"))
     print(f"{packages}, python {platform.python_version()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+    print(f"{VARIABLE}={os.environ.get(VARIABLE, '')}")
     if args.profile:
         for label in args.sizes:
             profile(label, 2.0)

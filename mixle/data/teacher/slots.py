@@ -31,7 +31,7 @@ from mixle.data.teacher.layout import (
     WRITING,
     SlotLayout,
 )
-from mixle.data.teacher.specs import Buffer, is_tensor, require_exact, require_names, tensor_of
+from mixle.data.teacher.specs import Buffer, host_array, is_tensor, require_exact, require_names, tensor_of
 
 if TYPE_CHECKING:
     import torch
@@ -354,10 +354,10 @@ class Slots:
             require_exact(value, self._specs[name], (*batch, *self._specs[name].shape))
 
     def _put(self, name: str, rows: int | slice, value: Any) -> None:
-        if is_tensor(value):
+        if is_tensor(value) and not value.is_cpu:
             self._torch_columns()[name][rows].copy_(value.detach())
-        else:
-            self._arrays[name][rows] = np.asarray(value).view(self._specs[name].numpy_dtype)
+        else:  # in host memory NumPy's copy is the C library's, which can pass the caches by
+            self._arrays[name][rows] = host_array(value, self._specs[name])
 
     def _torch_columns(self) -> dict[str, torch.Tensor]:
         if self._tensors is None:

@@ -272,6 +272,11 @@ def require_exact(value: Any, spec: TensorSpec, shape: tuple[int, ...]) -> None:
 def exact_array(value: Any, spec: TensorSpec) -> NDArray[Any]:
     """Return the array of a sample's tensor or array, bfloat16 as uint16; no copy of what lies in host memory."""
     require_exact(value, spec, spec.shape)
+    return host_array(value, spec)
+
+
+def host_array(value: Any, spec: TensorSpec) -> NDArray[Any]:
+    """Return what :func:`require_exact` has passed as an array; no copy of what lies in host memory."""
     if not is_tensor(value):
         return np.asarray(value).view(spec.numpy_dtype)
     if spec.dtype == "bfloat16":

@@ -521,7 +521,8 @@ class Worker:
 
     def _tell_served(self, peer: Peer) -> None:
         """Report what was ordered directly."""
-        assert self._attachments is not None
+        if self._attachments is None:  # it is stopped before a broker has welcomed it
+            return
         direct, self._direct = self._direct, Counter()
         told = [(self._attachments.told_id(name), count) for name, count in direct.items()]
         rows = [ServedSlots(one, count) for one, count in told if one is not None]

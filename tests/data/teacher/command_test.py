@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from raw_teacher_peers import RawStudent, RawWorker
+from teacher_processes import until
 from typer.testing import CliRunner
 from unmeasured import environment
 
@@ -23,6 +24,7 @@ from mixle.data.teacher.errors import BrokerUnreachable
 from mixle.data.teacher.keys import Keys
 from mixle.data.teacher.metrics_server import metrics_server
 from mixle.data.teacher.stats_client import StatsClient
+from mixle.data.teacher.streaming_stores import streaming_stores
 
 ROOT = Path(__file__).parents[3]
 MIXLE = """
@@ -189,6 +191,28 @@ def test_the_broker_runs_from_the_command_line_until_it_is_stopped(number, direc
         process.kill()
         process.communicate()
     assert process.returncode == 0 and "serves no more" in out and "Traceback" not in out
+
+
+@pytest.mark.parametrize("given", [None, "glibc.malloc.check=0"])
+@pytest.mark.skipif(streaming_stores() is None, reason="needs glibc on x86-64")
+def test_a_worker_copies_large_samples_past_the_caches(given, directory, tmp_path):
+    (tmp_path / "teachers.py").write_text("def generate(model_id, model_cfg):\n    return b''\n")
+    variables = environment(PYTHONPATH=str(ROOT))
+    variables.pop("GLIBC_TUNABLES", None)
+    if given is not None:
+        variables["GLIBC_TUNABLES"] = given
+    arguments = ["--generator", "teachers:generate", "--slot-size", "64", "--worker-id", "w"]
+    command = [sys.executable, "-m", "mixle", "teacher", "worker", *arguments, "--directory", str(directory)]
+    with Broker(directory=directory) as broker, subprocess.Popen(command, env=variables, cwd=tmp_path) as process:
+        until(lambda: broker.stats.workers_registered, "a worker")
+        found = Path(f"/proc/{process.pid}/environ").read_text().replace("\0", ":")  # where glibc has split it
+        process.terminate()
+    assert process.returncode == 0
+    assert f"GLIBC_TUNABLES={streaming_stores(given or '')}:" in found
+
+
+def test_a_limit_that_is_set_stays():
+    assert streaming_stores("a=1:glibc.cpu.x86_non_temporal_threshold=0x8000") is None
 
 
 def test_a_server_of_figures_ends_with_ctrl_c_and_says_so(busy, directory):

@@ -143,6 +143,22 @@ def test_a_tensor_that_requires_grad_is_written_and_not_tracked():
     assert not slots.tensor(0)["image"].requires_grad
 
 
+@pytest.mark.parametrize(
+    "image, hidden",
+    [
+        (torch.arange(15.0).view(5, 3).T, torch.arange(8, dtype=torch.bfloat16)[::2]),
+        (torch.tensor(2.0).expand(3, 5), torch.tensor(3, dtype=torch.bfloat16).expand(4)),
+        (torch.full((3, 5), 1 + 2j).conj().imag, torch.zeros(4, dtype=torch.bfloat16)),
+    ],
+    ids=["strided", "expanded", "negated"],
+)
+def test_a_view_is_written_as_what_it_shows(image, hidden):
+    _, slots = make_slots()
+    slots.prepare(0, 1, 1, 1)
+    slots.write(0, 1, 1, sample(1) | {"image": image, "hidden": hidden})
+    assert torch.equal(slots.tensor(0)["image"], image) and torch.equal(slots.tensor(0)["hidden"], hidden)
+
+
 @given(
     first=st.integers(0, 7),
     count=st.integers(1, 8),

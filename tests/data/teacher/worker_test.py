@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ import msgpack
 import numpy as np
 import pytest
 from teacher_broker import PATIENCE_S, RUN_ID, FakeBroker, endpoints
+from teacher_processes import until
 
 from mixle.data.teacher import messages
 from mixle.data.teacher.errors import BrokerUnreachable, RequestRefused
@@ -516,6 +518,14 @@ def test_a_second_signal_that_cuts_the_first_ones_handler_short_stops_the_worker
     with pytest.raises(Interrupted):
         worker._on_signal(signal.SIGTERM, None)
     assert worker._demand.ended
+
+
+def test_a_worker_that_is_stopped_before_a_broker_answers_ends_in_peace(addresses: tuple[str, str]) -> None:
+    worker = Worker(constant, 64, *addresses)
+    running = ThreadPoolExecutor(1).submit(worker.run)
+    until(lambda: worker._peer is not None, "a connection")
+    worker.stop()
+    running.result(10)
 
 
 def test_a_worker_that_finds_no_broker_says_so_by_the_deadline(addresses: tuple[str, str]) -> None:
