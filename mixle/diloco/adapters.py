@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from mixle.diloco.parameters import NumpyParameters, Parameters, Ranks, SiteParameters
 from mixle.utils.exact import require_choice
+from mixle.utils.optional_import import is_torch_module
 
 __all__ = ["Backend", "parameters_of", "site_parameters_of"]
 
@@ -35,12 +35,11 @@ def site_parameters_of(model: Any, backend: Backend | None, ranks: Ranks) -> Sit
 
 
 def _adapted(model: Any, backend: Backend | None, ranks: Ranks | None) -> Any:
-    torch = sys.modules.get("torch")  # a torch module cannot be without it
     if callable(backend):
         return backend(model)
     if backend is not None:
         require_choice(backend, "backend", ("torch", "numpy"))
-    is_module = torch is not None and isinstance(model, torch.nn.Module)
+    is_module = is_torch_module(model)
     if backend == "torch" and not is_module:
         raise TypeError(f'backend="torch" needs a torch.nn.Module, not a {type(model).__name__}')
     if backend == "numpy" and not isinstance(model, Mapping):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mixle.utils.optional_import import optional_import
+from mixle.utils.optional_import import is_tensor, optional_import
 
 __all__ = ["frozen", "from_bytes", "to_bytes"]
 
@@ -37,7 +37,7 @@ def to_bytes(tree: Any) -> bytes:
     arrays: dict[str, np.ndarray] = {}
 
     def stored(leaf: Any) -> Any:
-        if _is_tensor(leaf):
+        if is_tensor(leaf):
             dtype, shape = str(leaf.dtype).removeprefix("torch."), list(leaf.shape)
             flat = leaf.detach().cpu().contiguous().reshape(-1)
             leaf = flat.view(sys.modules["torch"].uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
@@ -86,7 +86,7 @@ def _mapped(tree: Any, leaf: Callable[[Any], Any], where: str) -> Any:
         return {key: _mapped(value, leaf, f"{where}[{key!r}]") for key, value in tree.items()}
     if type(tree) in (list, tuple):
         return type(tree)(_mapped(value, leaf, f"{where}[{i}]") for i, value in enumerate(tree))
-    if tree is None or type(tree) in (bool, int, float, str) or _is_tensor(tree) or isinstance(tree, np.ndarray):
+    if tree is None or type(tree) in (bool, int, float, str) or is_tensor(tree) or isinstance(tree, np.ndarray):
         if isinstance(tree, np.ndarray) and tree.dtype.hasobject:
             raise TypeError(f"{where} is an array of Python objects; give numbers")
         return leaf(tree)
@@ -99,14 +99,9 @@ def _mapped(tree: Any, leaf: Callable[[Any], Any], where: str) -> Any:
 
 
 def _copy(leaf: Any) -> Any:
-    if _is_tensor(leaf):
+    if is_tensor(leaf):
         return leaf.detach().clone()
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-
-
-def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _described(tree: Any) -> Any:

@@ -26,7 +26,7 @@ def require_exact_bool(value: object, name: str) -> bool:
     numpy = sys.modules.get("numpy")  # without it there is no numpy.bool_, and a process that needs none saves 10 MB
     if isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_)):
         return bool(value)
-    raise TypeError(f"{name}={value!r} must be True or False, not {_kind(value)}")
+    raise TypeError(f"{name}={_shown(value)} must be True or False, not {_kind(value)}")
 
 
 def require_exact_int(value: object, name: str, *, minimum: int | None = None, maximum: int | None = None) -> int:
@@ -37,15 +37,15 @@ def require_exact_int(value: object, name: str, *, minimum: int | None = None, m
         ValueError: the integer is below ``minimum`` or above ``maximum``.
     """
     if not _is_scalar_number(value):
-        raise TypeError(f"{name}={value!r} must be an integer, not {_kind(value)}")
+        raise TypeError(f"{name}={_shown(value)} must be an integer, not {_kind(value)}")
     try:
         exact = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{name}={value!r} must be an integer, not {_kind(value)}") from None
+        raise TypeError(f"{name}={_shown(value)} must be an integer, not {_kind(value)}") from None
     if minimum is not None and exact < minimum:
-        raise ValueError(f"{name}={exact} must be at least {minimum}")
+        raise ValueError(f"{name}={_shown(exact)} must be at least {minimum}")
     if maximum is not None and exact > maximum:
-        raise ValueError(f"{name}={exact} must be at most {maximum}")
+        raise ValueError(f"{name}={_shown(exact)} must be at most {maximum}")
     return exact
 
 
@@ -74,13 +74,13 @@ def require_finite_float(
         ValueError: NaN, an infinity, or a number outside the bounds.
     """
     if not (isinstance(value, Real) or hasattr(value, "dtype")) or not _is_scalar_number(value):
-        raise TypeError(f"{name}={value!r} must be a real number, not {_kind(value)}")
+        raise TypeError(f"{name}={_shown(value)} must be a real number, not {_kind(value)}")
     try:
         real = float(value)  # type: ignore[arg-type]
     except OverflowError:
         real = math.inf
     if not math.isfinite(real):
-        raise ValueError(f"{name}={value!r} must be finite")
+        raise ValueError(f"{name}={_shown(value)} must be finite")
     if minimum is not None and real < minimum:
         raise ValueError(f"{name}={real!r} must be at least {minimum}")
     if exclusive_minimum is not None and real <= exclusive_minimum:
@@ -103,7 +103,7 @@ def require_choice(value: object, name: str, choices: Iterable[T]) -> T:
     names = [choice for choice in accepted if isinstance(choice, str)]
     near = difflib.get_close_matches(value.lower(), names, n=1) if isinstance(value, str) else []
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, accepted))}{hint}")
+    raise ValueError(f"{name}={_shown(value)} must be one of {', '.join(map(repr, accepted))}{hint}")
 
 
 def _is_scalar_number(value: object) -> bool:
@@ -121,3 +121,11 @@ def _kind(value: object) -> str:
     if getattr(value, "ndim", 0):
         return f"an array of shape {tuple(getattr(value, 'shape', ()))}"
     return type(value).__name__
+
+
+def _shown(value: object) -> str:
+    """Return how ``value`` is written, no longer than a message can be; Python writes no integer of 4,300 digits."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 500 else f"{text[:250]} ... {text[-200:]}"

@@ -138,3 +138,13 @@ def test_anything_else_is_refused_with_all_choices_and_no_guess(value):
 def test_true_is_not_the_choice_one():
     with pytest.raises(ValueError, match="level=True"):
         require_choice(True, "level", (0, 1))
+
+
+def test_what_is_too_long_for_a_message_is_cut():
+    with pytest.raises(ValueError, match=r"^n=an integer of 16610 bits must be at most 5$"):
+        require_exact_int(10**5000, "n", maximum=5)
+    with pytest.raises(ValueError, match=r"^rate=an integer of 16610 bits must be finite$"):
+        require_finite_float(-(10**5000), "rate")
+    with pytest.raises(TypeError, match="must be an integer, not list") as caught:
+        require_exact_int(list(range(10_000)), "n")
+    assert len(str(caught.value)) < 520

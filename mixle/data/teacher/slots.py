@@ -31,7 +31,8 @@ from mixle.data.teacher.layout import (
     WRITING,
     SlotLayout,
 )
-from mixle.data.teacher.specs import Buffer, host_array, is_tensor, require_exact, require_names, tensor_of
+from mixle.data.teacher.specs import Buffer, host_array, require_exact, require_names, tensor_of
+from mixle.utils.optional_import import is_tensor
 
 if TYPE_CHECKING:
     import torch

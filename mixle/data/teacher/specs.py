@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mixle.utils.exact import require_choice, require_nonnegative_int
-from mixle.utils.optional_import import optional_import
+from mixle.utils.optional_import import is_tensor, optional_import
 
 if TYPE_CHECKING:
     import torch
@@ -239,12 +239,6 @@ def require_names(specs: Mapping[str, object], given: Mapping[str, object]) -> N
     unknown = [name for name in given if name not in specs]
     parts = [f"lacks {missing}"] * bool(missing) + [f"has {unknown}, which no spec names"] * bool(unknown)
     raise ValueError(f"the sample {' and '.join(parts)}; its tensors are {list(specs)}")
-
-
-def is_tensor(value: object) -> bool:
-    """Tell whether ``value`` is a torch tensor, without importing torch."""
-    kind = getattr(sys.modules.get("torch"), "Tensor", None)  # which a torch that another thread imports may not have
-    return kind is not None and isinstance(value, kind)
 
 
 def require_exact(value: Any, spec: TensorSpec, shape: tuple[int, ...]) -> None:
