@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -36,7 +37,7 @@ from mixle.diloco.samples import samples_in
 from mixle.diloco.site_options import MailboxLike, SiteOptions, require_mailbox_like
 from mixle.diloco.site_state import SiteState
 from mixle.diloco.state_folder import Resumed
-from mixle.diloco.termination import release_sigterm, take_sigterm
+from mixle.diloco.termination import deferred_sigterm, release_sigterm, take_sigterm
 from mixle.diloco.versions import Versions
 from mixle.diloco.weights import Tally, require_samples
 from mixle.diloco.wire import Wire
@@ -155,6 +156,7 @@ class Session:
         self._thread: NodeThread | None = None
         self._store: Mailbox | None = None
         self._handles_sigterm = False
+        self._turn = threading.RLock()
         self._closed, self._flushed = False, True
         self._rounds_seen, self._batch_size = 0, algorithm.global_batch_size
         self._account, self._announcer = Account(algorithm.fragments), Announcer(own.callbacks)
@@ -233,9 +235,13 @@ class Session:
             MailboxError, IdInUse: why the session stopped.
             SiteError: on ranks other than 0, that rank 0 failed.
         """
+        self._require_own_process()
+        with self._turn:  # another thread may close it, or train the same model
+            self._step(samples)
+
+    def _step(self, samples: int) -> None:
         if self._closed:
             raise RuntimeError("the session is closed; make another to go on")
-        self._require_own_process()
         if self.role == "syncer":
             raise RuntimeError('role="syncer" closes rounds and does not train; use role="both"')
         if self._rank and self._site is not None:
@@ -324,7 +330,8 @@ class Session:
             are lost.
 
         Raises:
-            RuntimeError: a callback calls it, or a process that was forked from the session's.
+            RuntimeError: a callback calls it, or a process that was forked from the session's; or another thread is in
+                :meth:`step` and stays there for ``flush_s``.
         """
         if self._closed:
             return self._flushed
@@ -332,6 +339,18 @@ class Session:
         self._require_own_process()
         if self._announcer.is_announcing_here():
             raise RuntimeError("close() in a callback would wait for itself; let the training loop read a flag instead")
+        if not self._turn.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
+            raise RuntimeError(
+                f"another thread is in step(), and stayed there for flush_s={limit:g}; close() after it has returned"
+            )
+        try:
+            return self._close(limit)
+        finally:
+            self._turn.release()
+
+    def _close(self, limit: float) -> bool:
+        if self._closed:
+            return self._flushed
         self._closed, self._flushed = True, False
         try:
             self._together(lambda: self._flush(limit), self._told_at_end, self._heed_end)
@@ -361,8 +380,11 @@ class Session:
         """
         if os.getpid() != self._pid:
             return  # a forked child has the session's memory, and neither its threads nor its lease
-        if self._site is None:
-            self.close(flush_s=HASTY_FLUSH_S)
+        if self._site is None and self._turn.acquire(timeout=HASTY_FLUSH_S):
+            try:
+                self.close(flush_s=HASTY_FLUSH_S)
+            finally:
+                self._turn.release()
             return
         if self._closed:
             return
@@ -393,10 +415,16 @@ class Session:
         return not lost
 
     def _go(self) -> None:
-        """Undo what the constructor did."""
+        """Undo what the constructor did; a signal to hurry must not keep the lease, and this takes ``LEAVING_S``."""
         atexit.unregister(self.abandon)
-        if self._handles_sigterm:
-            release_sigterm()
+        try:
+            with deferred_sigterm():
+                self._leave()
+        finally:
+            if self._handles_sigterm:
+                release_sigterm()
+
+    def _leave(self) -> None:
         try:
             if isinstance(self._store, RetryingMailbox):
                 self._store.hurry(LEAVING_S)

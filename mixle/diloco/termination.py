@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["release_sigterm", "take_sigterm"]
+__all__ = ["deferred_sigterm", "release_sigterm", "take_sigterm"]
 
 _users = 0
+_deferring, _due = 0, False
 
 
 def take_sigterm() -> bool:
@@ -36,5 +39,26 @@ def release_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+@contextmanager
+def deferred_sigterm() -> Iterator[None]:
+    """Let a SIGTERM that :func:`take_sigterm` handles end the process only after this; the main thread's alone."""
+    global _deferring, _due
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _deferring += 1
+    try:
+        yield
+    finally:
+        _deferring -= 1
+        if _due and not _deferring:
+            _due = False
+            raise SystemExit(128 + signal.SIGTERM)
+
+
 def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    global _due
+    if _deferring:
+        _due = True
+    else:
+        raise SystemExit(128 + number)

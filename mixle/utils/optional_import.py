@@ -33,9 +33,7 @@ def is_torch_module(value: object) -> bool:
 
 
 def _is_of_torch(value: object, *path: str) -> bool:
-    kind: Any = sys.modules.get(
-        "torch"
-    )  # another thread may be in the middle of importing it
+    kind: Any = sys.modules.get("torch")  # another thread may be in the middle of importing it
     for name in path:
         kind = getattr(kind, name, None)
     return isinstance(kind, type) and isinstance(value, kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from unmeasured import environment
 from mixle.diloco import DiLoCo, Session, TransientMailboxError, align, open_mailbox, state_folder
 from mixle.diloco import session as session_module
 from mixle.diloco.exchange import gather_on_threads
+from mixle.diloco.mailbox import Mailbox
 from mixle.diloco.memory_mailbox import MemoryMailbox
 from mixle.diloco.retrying import RetryingMailbox
 
@@ -37,7 +39,7 @@ def run_program(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-def states(store: MemoryMailbox, name: str) -> list[str]:
+def states(store: Mailbox, name: str) -> list[str]:
     """What the lease of a node ends in: "released" or its number."""
     return [key.rpartition("-")[2] for key in store.list(f"leases/{name}/")]
 
@@ -146,6 +148,70 @@ def test_who_interrupts_closing_hears_what_is_lost_and_the_lease_is_released(mon
     assert [event.detail for event in heard.of("unflushed")] == [{"steps": 3, "of": 3}]
     assert states(store, "a") == ["released"]
     assert session.close() is False
+
+
+@pytest.mark.parametrize("delay", range(5))
+def test_one_thread_closes_while_another_trains_and_every_step_is_in_a_commit(delay):
+    session, taken = open_session(zeros(), DiLoCo(5, 2), fresh_url(), learner_id="a"), 0
+
+    def train() -> None:
+        nonlocal taken
+        while True:
+            try:
+                session.step()
+            except RuntimeError as error:
+                assert "the session is closed" in str(error)
+                return
+            taken += 1
+
+    def close() -> bool:
+        wait_until(lambda: taken > 3 * delay)
+        return session.close()
+
+    _, flushed = at_once(train, close)
+    assert flushed and session._account.merged == 2 * taken  # of two fragments
+
+
+def test_a_thread_that_stays_in_a_step_is_waited_for_so_long_and_keeps_no_lease_at_exit(monkeypatch):
+    monkeypatch.setattr(session_module, "HASTY_FLUSH_S", 0.05)
+    store = MemoryMailbox()
+    session = open_session(zeros(), DiLoCo(50, 1), store, learner_id="a")
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hang(samples: int) -> None:
+        inside.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(session._learner, "step", hang)
+    training = threading.Thread(target=session.step)
+    training.start()
+    assert inside.wait(10)
+    with pytest.raises(RuntimeError, match=r"another thread is in step\(\), and stayed there for flush_s=0\.05"):
+        session.close(flush_s=0.05)
+    assert states(store, "a") != ["released"]
+    session.abandon()
+    assert states(store, "a") == ["released"]
+    go_on.set()
+    training.join()
+
+
+def test_a_second_sigterm_does_not_keep_the_lease_that_the_first_releases():
+    hooked = Hooked(MemoryMailbox())
+    session = open_session(zeros(), DiLoCo(50, 1), hooked, learner_id="a")
+    seen: list[str] = []
+
+    def hurry(operation: str, key: str) -> None:
+        if key.endswith("-released"):
+            signal.raise_signal(signal.SIGTERM)
+            seen.append(key)
+
+    hooked.before = hurry
+    with pytest.raises(SystemExit) as ended, session:
+        session.step()
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert len(seen) == 1 and states(hooked, "a") == ["released"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 # ---- it ends with the store
