@@ -206,11 +206,13 @@ class Broker:
         try:
             service.serve()
         finally:
-            for kind, before in ours.items():
-                signal.signal(kind, before)
             self._final = service.stats()
             self._service = None
-            service.close()
+            try:
+                service.close()
+            finally:  # until then a signal to hurry would leave the sockets behind
+                for kind, before in ours.items():
+                    signal.signal(kind, before)
 
 
 class _Service:

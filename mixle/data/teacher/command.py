@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import resource
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -64,7 +66,7 @@ def broker(
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
 ) -> None:
     """Run a broker until Ctrl-C or SIGTERM. Workers and students find the next one on the same endpoints."""
-    with _told():
+    with _told(), _unspoilt_status():
         setup_logging(log_level)
         _raise_descriptor_limit()
         served = Broker(
@@ -100,7 +102,7 @@ def worker(
     """Run a worker until Ctrl-C or SIGTERM, which let the sample under way be finished."""
     from mixle.data.teacher.worker import Worker  # here: no other command needs what it imports
 
-    with _told():
+    with _told(), _unspoilt_status():
         setup_logging(log_level)
         Worker(
             import_function(generator),
@@ -188,8 +190,9 @@ def import_function(name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise ValueError(f"--generator={name!r} must be package.module:function")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    with suppress(FileNotFoundError):  # the working directory may be gone
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -206,6 +209,20 @@ def _loopback_address(text: str) -> tuple[str, int]:
     if host not in LOOPBACK or not port.isdigit() or int(port) > 65_535:
         raise ValueError(f"--serve={text!r} must be 127.0.0.1:PORT; others may reach it through a proxy of yours")
     return "127.0.0.1" if host == "localhost" else host.strip("[]"), int(port)
+
+
+@contextmanager
+def _unspoilt_status() -> Iterator[None]:
+    """Let a signal that comes while Python ends, after a first that was heeded, not change the status."""
+    atexit.register(_signals, signal.SIG_IGN)  # called last, when nothing is left that could hang
+    yield
+    _signals(lambda number, frame: os._exit(0))
+
+
+def _signals(handler: Any) -> None:
+    for kind in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(kind) is not signal.SIG_IGN:
+            signal.signal(kind, handler)
 
 
 def _raise_descriptor_limit() -> None:

@@ -59,7 +59,7 @@ class Connection:
     def why_silent(self) -> str:
         """Say what is known of a server that did not answer."""
         if self.connected:
-            return "something listens there, but does not answer as a broker does"
+            return "something listens there, which is too slow or stopped, or no broker"
         return self._trouble or "nothing listens there; is the broker running, and is this its endpoint?"
 
     def close(self) -> None:

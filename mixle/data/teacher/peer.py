@@ -189,7 +189,7 @@ class Peer:
             self._alarm.ring()
 
     def close(self, farewell: messages.Message | None = None) -> None:
-        """Say ``farewell`` if registered, and close everything within a bounded time. Closing twice is harmless."""
+        """Say ``farewell`` if registered or about to be, and close everything within a bounded time; once."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -198,7 +198,8 @@ class Peer:
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_S)
         with self._lock:
-            if farewell is not None and self.registered:
+            # Said also while the answer to a registration is awaited: whoever stays registered is given work.
+            if farewell is not None and (self.registered or (self._registering and not self._due)):
                 self._put(self._socket, farewell)
             self._connection.close()
             self._beats.close(linger=0)

@@ -494,8 +494,8 @@ class Session:
 
     def _fail(self, reason: str, *, tries: int) -> None:
         model = self.fence.model
-        unset = " (no model was set; call set_model on rank 0's client)" if model.generation == 0 else ""
-        text = f"model {model.model_id!r} gave no sample in {tries} tries{unset}: {reason}"
+        unset = "; no model was set, which set_model on rank 0's client does" if model.generation == 0 else ""
+        text = f"model {model.model_id!r} gave no sample in {tries} tries: {reason}{unset}"
         self.failures.append(GeneratorFailed(text))
         self._on_event("failed", {"message": reason, "tries": tries})
 

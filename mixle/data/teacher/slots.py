@@ -232,9 +232,9 @@ class Slots:
         if words[word] != token or words[word + 1] != generation:
             self._refuse(slot, token, generation)
         if type(sample) is not bytes and isinstance(sample, Mapping):
-            self._require_sample(sample, ())
+            tensors = self._require_sample(sample, ())
             states[status] = WRITING
-            for name, value in sample.items():
+            for name, value in tensors.items():
                 self._put(name, slot, value)
         else:
             data = sample if type(sample) is bytes else _bytes_of(sample)
@@ -276,9 +276,9 @@ class Slots:
         rows = self._require_order(first, count, token, generation)
         if not isinstance(samples, Mapping):
             raise TypeError(f"samples must be a mapping of names to tensors, not {type(samples).__name__}")
-        self._require_sample(samples, (count,))
+        tensors = self._require_sample(samples, (count,))
         self._statuses[rows] = WRITING
-        for name, value in samples.items():
+        for name, value in tensors.items():
             self._put(name, rows, value)
         self.seal(first, count, token, generation, checksum=checksum)
 
@@ -349,10 +349,13 @@ class Slots:
         self._states[watched] = 0  # a student about to sleep does not
         doorbell.ring(self._address + 4 * watched)
 
-    def _require_sample(self, sample: Mapping[str, Any], batch: tuple[int, ...]) -> None:
-        require_names(self._specs, sample)
-        for name, value in sample.items():
+    def _require_sample(self, sample: Mapping[str, Any], batch: tuple[int, ...]) -> Mapping[str, Any]:
+        """Return the tensors of a sample, checked; a mapping may make others each time that it is read."""
+        tensors = sample if type(sample) is dict else dict(sample)
+        require_names(self._specs, tensors)
+        for name, value in tensors.items():
             require_exact(value, self._specs[name], (*batch, *self._specs[name].shape))
+        return tensors
 
     def _put(self, name: str, rows: int | slice, value: Any) -> None:
         if is_tensor(value) and not value.is_cpu:

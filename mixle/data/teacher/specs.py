@@ -245,13 +245,17 @@ def require_exact(value: Any, spec: TensorSpec, shape: tuple[int, ...]) -> None:
     """Check that ``value`` is a tensor or array of exactly ``shape`` and the spec's dtype.
 
     Raises:
-        TypeError: it is neither.
-        ValueError: its shape or dtype is another; names the tensor, what was given and what was expected.
+        TypeError: it is neither, or a masked array.
+        ValueError: its shape or dtype is another, or it is a tensor without memory to read; names the tensor, what was
+            given and what was expected.
     """
     given: Any
     wanted: Any
     if is_tensor(value):
+        _require_memory(value, spec.name)
         given, wanted = value.dtype, getattr(sys.modules["torch"], spec.dtype)
+    elif isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"tensor {spec.name!r} is a masked array, whose mask would be lost; give its .filled(value)")
     elif isinstance(value, (np.ndarray, np.generic)):
         given, wanted = value.dtype, spec.numpy_dtype
     else:
@@ -270,14 +274,38 @@ def exact_array(value: Any, spec: TensorSpec) -> NDArray[Any]:
 
 
 def host_array(value: Any, spec: TensorSpec) -> NDArray[Any]:
-    """Return what :func:`require_exact` has passed as an array; no copy of what lies in host memory."""
+    """Return what :func:`require_exact` has passed as an array; no copy of what lies in host memory.
+
+    Raises:
+        ValueError: a tensor that only looks like one cannot be read; names it.
+    """
     if not is_tensor(value):
         return np.asarray(value).view(spec.numpy_dtype)
-    if spec.dtype == "bfloat16":
-        torch = sys.modules["torch"]
-        value = value.detach().resolve_neg().view(torch.uint16)
-    array: NDArray[Any] = value.numpy(force=True)
+    try:
+        if spec.dtype == "bfloat16":
+            torch = sys.modules["torch"]
+            value = value.detach().resolve_neg().view(torch.uint16)
+        array: NDArray[Any] = value.numpy(force=True)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"tensor {spec.name!r} cannot be read: {error}") from error
     return array
+
+
+def _require_memory(tensor: Any, name: str) -> None:
+    """Check that a tensor has all the memory that it shows: NumPy would show other memory for what a tensor has not."""
+    if tensor.is_nested or str(tensor.layout) != "torch.strided":
+        raise ValueError(f"tensor {name!r} is sparse or nested; give a dense one")
+    if tensor.is_meta:
+        raise ValueError(f"tensor {name!r} is on the meta device, which holds no numbers")
+    try:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = tensor.storage_offset() + sum((size - 1) * step for size, step in steps)
+        there = tensor.untyped_storage().nbytes()
+        held = not tensor.numel() or (tensor.data_ptr() != 0 and (last + 1) * tensor.element_size() <= there)
+    except RuntimeError as error:
+        raise ValueError(f"tensor {name!r} cannot be read: {error}") from error
+    if not held:
+        raise ValueError(f"tensor {name!r} has no memory, or less than it shows: was its storage freed?")
 
 
 def tensor_of(array: NDArray[Any], spec: TensorSpec) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
@@ -121,20 +121,29 @@ class BrokerStats:
         labels = f'{{run_id="{_label(self.run_id)}"}}'
         for name, (kind, text) in _METRICS.items():
             value = getattr(self, name)
-            metric = f"mixle_teacher_{name}" + ("_total" if kind == "counter" else "")
+            metric = f"mixle_teacher_{_spelt_out(name)}" + ("_total" if kind == "counter" else "")
             yield f"# HELP {metric} {text}\n# TYPE {metric} {kind}\n"
             yield f"{metric}{labels} {float('nan') if value is None else value}\n"
-        for metric, kind, text, name in (
-            ("mixle_teacher_worker_completed_total", "counter", "Samples that a worker completed.", "completed"),
-            ("mixle_teacher_worker_rate", "gauge", "Samples per second of a worker.", "rate"),
-            ("mixle_teacher_worker_outstanding", "gauge", "Slots that a worker has.", "outstanding"),
-        ):
+        yield from self._rows("worker", self.workers, ("worker", "process"), _WORKER_METRICS)
+        yield "# HELP mixle_teacher_worker_state 1 for the state that a worker is in.\n"
+        yield "# TYPE mixle_teacher_worker_state gauge\n"
+        for row in self.workers:
+            labels = self._labels(row, ("worker", "process", "state"))
+            yield f"mixle_teacher_worker_state{labels} 1\n"
+        yield from self._rows("student", self.students, ("student", "process", "rank"), _STUDENT_METRICS)
+
+    def _rows(
+        self, of: str, rows: Iterable[Any], labels: tuple[str, ...], metrics: dict[str, tuple[str, str]]
+    ) -> Iterator[str]:
+        for name, (kind, text) in metrics.items():
+            metric = f"mixle_teacher_{of}_{name}" + ("_total" if kind == "counter" else "")
             yield f"# HELP {metric} {text}\n# TYPE {metric} {kind}\n"
-            for row in self.workers:
-                yield (
-                    f'{metric}{{run_id="{_label(self.run_id)}",worker="{_label(row.worker)}",'
-                    f'process="{_label(row.process)}",state="{_label(row.state)}"}} {getattr(row, name)}\n'
-                )
+            for row in rows:
+                yield f"{metric}{self._labels(row, labels)} {getattr(row, name)}\n"
+
+    def _labels(self, row: Any, names: tuple[str, ...]) -> str:
+        told = [("run_id", self.run_id), *((name, str(getattr(row, name))) for name in names)]
+        return "{" + ",".join(f'{name}="{_label(value)}"' for name, value in told) + "}"
 
 
 _METRICS = {
@@ -166,7 +175,23 @@ _METRICS = {
     "undeliverable": ("counter", "Messages whose receiver was gone or read nothing."),
     "internal_errors": ("counter", "Messages whose handling failed."),
 }
+_WORKER_METRICS = {
+    "completed": ("counter", "Samples that a worker completed."),
+    "failed": ("counter", "Slots that a worker's generator failed."),
+    "rate": ("gauge", "Samples per second of a worker."),
+    "outstanding": ("gauge", "Slots that a worker has."),
+}
+_STUDENT_METRICS = {
+    "completed": ("counter", "Samples that a student got."),
+    "failed": ("counter", "Slots of a student given up after their last try."),
+    "queued": ("gauge", "Slots of a student that wait for a worker."),
+    "working": ("gauge", "Slots of a student that workers have."),
+}
 assert set(_METRICS) <= {one.name for one in fields(BrokerStats)}
+
+
+def _spelt_out(name: str) -> str:
+    return f"{name.removesuffix('_s')}_seconds" if name.endswith("_s") else name
 
 
 def _label(value: str) -> str:

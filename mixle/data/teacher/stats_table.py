@@ -19,8 +19,13 @@ def print_table(figures: BrokerStats) -> None:
 
 def watch(ask: Callable[[], BrokerStats], interval: float) -> None:
     """Show the figures that ``ask`` returns, anew every ``interval`` seconds, until Ctrl-C."""
+    console = Console()
     try:
-        with Live(table(ask()), auto_refresh=False) as live:
+        if not console.is_terminal:  # a file or a pipe, where nothing can be drawn over
+            while True:
+                console.print(table(ask()))
+                time.sleep(interval)
+        with Live(table(ask()), console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(interval)
                 live.update(table(ask()), refresh=True)
@@ -34,12 +39,12 @@ def table(figures: BrokerStats) -> Group:
     for label, value in (
         ("up", f"{figures.uptime_s:,.0f} s"),
         ("model", f"{figures.model_id!r}, generation {figures.generation}"),
-        ("leader", figures.leader or "none yet"),
+        ("leader", figures.leader or "none"),
         ("queued / at workers", f"{figures.queued:,} / {figures.working:,}"),
         ("completed", f"{figures.completed:,} ({figures.rate:,.1f} per second), {figures.direct:,} of them directly"),
         ("latency p50 / p99", f"{_milliseconds(figures.latency_p50_s)} / {_milliseconds(figures.latency_p99_s)}"),
         ("failed / retried", f"{figures.failed:,} / {figures.retried:,}"),
-        ("given to another worker", f"{figures.requeued:,}"),
+        ("slots given to another worker", f"{figures.requeued:,}"),
         ("stale dropped / cancelled / lost", f"{figures.stale_dropped:,} / {figures.cancelled:,} / {figures.lost:,}"),
         (
             "garbage / strangers / keys refused",
@@ -48,19 +53,39 @@ def table(figures: BrokerStats) -> Group:
     ):
         summary.add_row(label, value)
     workers = Table(title=f"workers: {figures.workers_registered}, serving this model: {figures.workers_serving}")
-    for heading in ("worker", "process", "state", "models", "has", "completed", "failed", "per second"):
-        workers.add_column(heading)
+    processes = [one.process for one in figures.workers] + [one.process for one in figures.students]
+    hosts = ("host",) if len({process.partition("/")[0] for process in processes}) > 1 else ()
+    for heading in ("worker", "process", *hosts, "state", "models", "has", "completed", "failed", "per second"):
+        workers.add_column(heading, no_wrap=heading == "process")
     for row in figures.workers:
         counts = (f"{row.outstanding:,}", f"{row.completed:,}", f"{row.failed:,}", f"{row.rate:,.1f}")
-        workers.add_row(row.worker, row.process, row.state, row.patterns, *counts)
+        workers.add_row(row.worker, *_process(row.process, hosts), row.state, row.patterns, *counts)
     students = Table(title=f"students: {figures.students_registered}")
-    for heading in ("student", "process", "rank", "slots", "queued", "at workers", "completed", "failed", "state"):
-        students.add_column(heading)
+    for heading in (
+        "student",
+        "process",
+        *hosts,
+        "rank",
+        "slots",
+        "queued",
+        "at workers",
+        "completed",
+        "failed",
+        "state",
+    ):
+        students.add_column(heading, no_wrap=heading == "process")
     for one in figures.students:
         numbers = (one.rank, one.slots, one.queued, one.working, one.completed, one.failed)
-        state = "silent" if one.silent else ""
-        students.add_row(one.student[:8], one.process, *(f"{number:,}" for number in numbers), state)
+        state = "silent" if one.silent else "alive"
+        process = _process(one.process, hosts)
+        students.add_row(one.student[:8], *process, *(f"{number:,}" for number in numbers), state)
     return Group(summary, workers, students)
+
+
+def _process(shown: str, hosts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the process's number, which is what one needs, and its host's name if there are several."""
+    host, _, number = shown.partition("/")
+    return (number, host[:8]) if hosts else (number,)
 
 
 def _milliseconds(seconds: float | None) -> str:

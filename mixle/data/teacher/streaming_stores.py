@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import platform
 import sys
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "GLIBC_TUNABLES"
 TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
 SMALLEST_BYTES = 256 << 10
+MARK = "MIXLE_RESTARTED"
 
 
 def streaming_stores(settings: str = "") -> str | None:
@@ -25,7 +29,7 @@ def streaming_stores(settings: str = "") -> str | None:
     Returns:
         The new value; None where the limit is set already, or this is not glibc on x86-64.
     """
-    if sys.platform != "linux" or platform.machine() != "x86_64" or TUNABLE in settings:
+    if sys.platform != "linux" or os.uname().machine != "x86_64" or TUNABLE in settings:
         return None
     try:
         os.confstr("CS_GNU_LIBC_VERSION")
@@ -36,7 +40,24 @@ def streaming_stores(settings: str = "") -> str | None:
 
 
 def restart_with_streaming_stores() -> None:
-    """Start the program that runs in this process anew with :func:`streaming_stores`, if they are to be had."""
+    """Start the ``mixle`` command that is this process anew with :func:`streaming_stores`, if they are to be had.
+
+    A program that calls the command's ``main`` is left alone: what it did before would be done again.
+    """
+    restarted = os.environ.pop(MARK, None) == str(os.getpid())  # some processes may not have the variable
     value = streaming_stores(os.environ.get(VARIABLE, ""))
-    if value is not None and sys.executable:
-        os.execve(sys.executable, sys.orig_argv, os.environ | {VARIABLE: value})
+    if value is None or restarted or not _is_the_command():
+        return
+    try:
+        os.execve(sys.executable, sys.orig_argv, os.environ | {VARIABLE: value, MARK: str(os.getpid())})
+    except OSError as error:
+        logger.info("large samples go through the caches: %s", error)
+
+
+def _is_the_command() -> bool:
+    """Tell whether Python was started as ``python -m mixle ...`` or with the installed script, and nothing else."""
+    before, arguments = sys.orig_argv[: -len(sys.argv) + 1], sys.orig_argv[-len(sys.argv) + 1 :]
+    if not sys.executable or arguments != sys.argv[1:]:
+        return False
+    script = Path(before[-1])
+    return before[-2:] == ["-m", "mixle"] or (script.name == "mixle" and script.is_file() and before[-1] == sys.argv[0])

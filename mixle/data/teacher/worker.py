@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_S = 1.0
 SWEEP_S = 1.0
+SAME_FAILURE_S = 10.0
 MOST_ROWS = 48  # of one DONE, whose messages may have up to 4,000 bytes each
 
 OnEvent: TypeAlias = Callable[[str, dict[str, Any]], None]
@@ -151,6 +152,7 @@ class Worker:
         self._lane: Lane | None = None
         self._direct: Counter[str] = Counter()
         self._direct_s = 0.0
+        self._failing = ("", 0.0, 0)  # why the last slot failed, when that was logged, and how many since
         self._queue: deque[Task] = deque()
         self._held: dict[bytes, HeldPiece] = {}
         self._unsent: list[messages.Done] = []
@@ -299,6 +301,8 @@ class Worker:
                 if silent and not warned:
                     logger.warning("worker %s: %s; waiting for it", self.worker_id, peer.unreachable(peer.silent_s))
                     self._tell("broker_silent", seconds=peer.silent_s)
+                elif warned and not silent:
+                    logger.info("worker %s: the broker answers again", self.worker_id)
                 warned = silent
 
     def _attend(self) -> None:
@@ -309,11 +313,12 @@ class Worker:
 
     def _give_back(self, peer: Peer) -> None:
         given_back = sum(task.piece.count for task in self._queue)
+        back = f"; {_slots(given_back)} that it has not begun goes back to the broker" if given_back else ""
         for task in self._queue:
             self._report(peer, [_row(task.piece, SKIPPED)], 0.0)
         self._queue.clear()
         self._tell_served(peer)
-        logger.info("worker %s stops; %d slots that were not begun go back to the broker", self.worker_id, given_back)
+        logger.info("worker %s stops%s", self.worker_id, back)
         self._tell("stopped", given_back=given_back)
 
     def _request_stop(self) -> None:
@@ -569,18 +574,36 @@ class Worker:
         skipped = sum(row.count for row in rows if row.outcome == SKIPPED)
         finished = sum(row.count for row in rows) - skipped
         kind = "finished" if finished else "abandoned"
-        logger.info("worker %s: %d slots finished, %d abandoned", self.worker_id, finished, skipped)
+        why = "told to stop" if self._demand.ended else "a newer model came"
+        logger.info(
+            "worker %s: %s; of what it had begun %s was finished, %d abandoned",
+            self.worker_id,
+            why,
+            _slots(finished),
+            skipped,
+        )
         self._tell(kind, finished=finished, abandoned=skipped, stopping=self._demand.ended)
 
     def _report(self, peer: Peer, rows: list[DonePiece], seconds: float) -> None:
         for row in rows:
             if row.outcome == FAILED:
-                logger.warning("worker %s: %d slots failed: %s", self.worker_id, row.count, row.message)
+                self._warn_of_failure(row)
                 self._tell("failed", slots=row.count, message=row.message)
             self._held.pop(row.ticket, None)
         for start in range(0, len(rows), MOST_ROWS):
             self._send(peer, messages.Done(pieces=tuple(rows[start : start + MOST_ROWS]), seconds=seconds))
             seconds = 0.0
+
+    def _warn_of_failure(self, row: DonePiece) -> None:
+        """Log a failure; what fails again in the same way only once in so many seconds, with how often it did."""
+        now, reason = time.monotonic(), row.message or ""
+        before, since, count = self._failing
+        count = row.count if before != reason else count + row.count
+        if before != reason or now - since >= SAME_FAILURE_S:
+            logger.warning("worker %s: %s failed: %s", self.worker_id, _slots(count), reason)
+            self._failing = (reason, now, 0)
+        else:
+            self._failing = (reason, since, count)
 
     def _send(self, peer: Peer, done: messages.Done) -> None:
         if not peer.send(done):
@@ -593,6 +616,10 @@ class Worker:
             self._on_event(kind, details)
         except Exception:
             logger.exception("worker %s: on_event failed at %r", self.worker_id, kind)
+
+
+def _slots(count: int) -> str:
+    return "1 slot" if count == 1 else f"{count} slots"
 
 
 def _row(piece: WorkPiece, outcome: int, message: str | None = None) -> DonePiece:

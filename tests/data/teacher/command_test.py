@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ from mixle.data.teacher.errors import BrokerUnreachable
 from mixle.data.teacher.keys import Keys
 from mixle.data.teacher.metrics_server import metrics_server
 from mixle.data.teacher.stats_client import StatsClient
-from mixle.data.teacher.streaming_stores import streaming_stores
+from mixle.data.teacher.streaming_stores import restart_with_streaming_stores, streaming_stores
 
 ROOT = Path(__file__).parents[3]
 MIXLE = """
@@ -67,7 +69,7 @@ def test_the_table_shows_workers_students_and_counts(busy, directory):
     status, text = mixle("stats", "--once", "--directory", directory)
     assert status == 0
     assert re.search(r"queued / at workers +\S +1 / 2", text)
-    assert re.search(r"the \"fast\" one +\S +\S+/\d+ +\S +busy +\S +\* +\S +2 +\S +1 +\S +0", text)
+    assert re.search(r"the \"fast\" one +\S +\d+ +\S +busy +\S +\* +\S +2 +\S +1 +\S +0", text)
     assert re.search(r"students: 1", text)
 
 
@@ -177,6 +179,41 @@ def test_a_function_is_found_in_the_working_directory(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("role", ["broker", "worker"])
+def test_a_second_signal_at_any_moment_of_the_end_neither_changes_the_status_nor_leaves_a_socket(
+    role, number, directory, tmp_path
+):
+    (tmp_path / "teachers.py").write_text("def generate(model_id, model_cfg):\n    return b''\n")
+    options = {"broker": [], "worker": ["--generator", "teachers:generate", "--slot-size", "64"]}
+    command = [sys.executable, "-c", MIXLE, "teacher", role, *options[role], "--directory", str(directory)]
+    for gap in (0.0, 0.002, 0.01, 0.05, 0.2):
+        with ExitStack() as stack:
+            broker = stack.enter_context(Broker(directory=directory)) if role == "worker" else None
+            process = stack.enter_context(
+                subprocess.Popen(
+                    command,
+                    env=environment(PYTHONPATH=str(ROOT)),
+                    cwd=tmp_path,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+            stack.callback(process.kill)
+            if broker is None:
+                with StatsClient(f"ipc://{directory}/frontend.sock") as client:
+                    client.ask(60.0)
+            else:
+                until(lambda broker=broker: broker.stats.workers_registered, "a worker")
+            process.send_signal(number)
+            time.sleep(gap)
+            process.send_signal(number)
+            out, _ = process.communicate(timeout=60)
+            assert process.returncode == 0 and "Traceback" not in out and "ignored" not in out, (gap, out)
+    assert not list(directory.glob("*.sock")) and not list(directory.glob("lanes/*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_broker_runs_from_the_command_line_until_it_is_stopped(number, directory):
     command = [sys.executable, "-c", MIXLE, "teacher", "broker", "--directory", str(directory)]
     process = subprocess.Popen(
@@ -209,6 +246,41 @@ def test_a_worker_copies_large_samples_past_the_caches(given, directory, tmp_pat
         process.terminate()
     assert process.returncode == 0
     assert f"GLIBC_TUNABLES={streaming_stores(given or '')}:" in found
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-c", "import sys, mixle.cli; print('once'); sys.argv[1:] = ['teacher', 'worker', '-h']; mixle.cli.main()"],
+        ["launch.py", "teacher", "worker", "--help"],
+    ],
+    ids=["other arguments", "other program"],
+)
+def test_a_program_that_calls_the_command_is_not_started_again(command, tmp_path):
+    (tmp_path / "launch.py").write_text("import mixle.cli; print('once'); mixle.cli.main()")
+    variables = environment(PYTHONPATH=str(ROOT))
+    variables.pop("GLIBC_TUNABLES", None)
+    out = subprocess.run(
+        [sys.executable, *command], env=variables, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=60
+    ).stdout
+    assert out.count("once") == 1
+
+
+@pytest.mark.skipif(streaming_stores() is None, reason="needs glibc on x86-64")
+def test_a_process_that_may_not_have_the_variable_is_started_again_once(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os; os.environ.pop('GLIBC_TUNABLES', None); print('once', flush=True)"
+    )
+    command = [sys.executable, "-m", "mixle", "teacher", "worker", "--help"]
+    variables = environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
+    out = subprocess.check_output(command, env=variables, text=True, timeout=60)
+    assert out.count("once") == 2 and "--slot-size" in out
+
+
+def test_what_does_not_fit_into_the_environment_is_done_without(monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-m", "mixle", *sys.argv[1:]])
+    monkeypatch.setenv("GLIBC_TUNABLES", "a" * 131_000)
+    restart_with_streaming_stores()
 
 
 def test_a_limit_that_is_set_stays():

@@ -88,7 +88,7 @@ def test_a_missing_broker_is_named_by_the_deadline(addresses: tuple[str, str]) -
 def test_what_listens_and_does_not_answer_is_told_from_a_missing_broker(addresses: tuple[str, str]) -> None:
     with FakeBroker(*addresses) as broker, Peer(addresses[0], ready) as peer:
         broker.expect(messages.Ready)
-        with pytest.raises(BrokerUnreachable, match="does not answer as a broker does"):
+        with pytest.raises(BrokerUnreachable, match="something listens there, which is too slow or stopped, or no"):
             peer.start(0.05)
 
 
@@ -291,6 +291,17 @@ def test_a_closed_peer_says_its_farewell_and_refuses_to_be_used(addresses: tuple
         assert broker.expect(messages.Bye)
         with pytest.raises(RuntimeError, match="is closed; make a new one"):
             peer.receive(0)
+
+
+def test_a_peer_that_is_closed_while_it_awaits_its_welcome_takes_its_registration_back(
+    addresses: tuple[str, str],
+) -> None:
+    with FakeBroker(*addresses) as broker:
+        peer = Peer(addresses[0], ready)
+        sender, _ = broker.expect(messages.Ready)
+        peer.receive(0.01)
+        peer.close(messages.Bye())
+        assert broker.expect(messages.Bye)[0] == sender
 
 
 def test_a_run_is_asked_for_without_a_registration(addresses: tuple[str, str]) -> None:

@@ -1,3 +1,5 @@
+from collections import UserDict
+
 import numpy as np
 import pytest
 import torch
@@ -157,6 +159,71 @@ def test_a_view_is_written_as_what_it_shows(image, hidden):
     slots.prepare(0, 1, 1, 1)
     slots.write(0, 1, 1, sample(1) | {"image": image, "hidden": hidden})
     assert torch.equal(slots.tensor(0)["image"], image) and torch.equal(slots.tensor(0)["hidden"], hidden)
+
+
+def freed():
+    tensor = torch.ones(3, 5)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def cut_short():
+    tensor = torch.ones(3, 5)
+    tensor.untyped_storage().resize_(14 * 4)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "image, message",
+    [
+        (freed(), "'image' has no memory"),
+        (cut_short(), "'image' has no memory, or less than it shows"),
+        (torch.zeros(3, 5, device="meta"), "'image' is on the meta device"),
+        (torch.zeros(3, 5).to_sparse(), "'image' is sparse or nested"),
+        (torch.zeros(3, 5).to_mkldnn(), "'image' is sparse or nested"),
+    ],
+    ids=["freed", "cut short", "meta", "sparse", "opaque"],
+)
+def test_a_tensor_that_has_not_the_memory_that_it_shows_is_refused_by_name(image, message):
+    _, slots = make_slots()
+    slots.prepare(0, 1, 1, 1)
+    with pytest.raises(ValueError, match=message):
+        slots.write(0, 1, 1, sample(1) | {"image": image})
+    assert not slots.complete(0, 1, 1, 1).any()
+
+
+def test_a_tensor_within_a_transform_of_functions_is_refused_by_name():
+    _, slots = make_slots()
+    slots.prepare(0, 1, 1, 1)
+
+    def write(image):
+        slots.write(0, 1, 1, sample(1) | {"image": image})
+        return image
+
+    with pytest.raises(ValueError, match="'image' cannot be read"):
+        torch.vmap(write)(torch.zeros(2, 3, 5))
+
+
+def test_a_masked_array_is_refused_for_its_mask_would_be_lost():
+    _, slots = make_slots()
+    slots.prepare(0, 1, 1, 1)
+    with pytest.raises(TypeError, match=r"'image' is a masked array.*filled"):
+        slots.write(0, 1, 1, sample(1) | {"image": np.ma.zeros((3, 5), np.float32)})
+
+
+def test_what_is_written_of_a_mapping_that_makes_its_values_is_what_was_checked():
+    class Lazy(UserDict):
+        reads = 0
+
+        def __getitem__(self, name):
+            self.reads += 1
+            value = super().__getitem__(name)
+            return value if self.reads <= len(self) else value.double()
+
+    _, slots = make_slots()
+    slots.prepare(0, 1, 1, 1)
+    slots.write(0, 1, 1, Lazy(sample(3)))
+    assert_sample(slots.tensor(0), 3)
 
 
 @given(
