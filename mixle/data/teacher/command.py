@@ -1,4 +1,4 @@
-"""The `mixle teacher` subcommands: run a broker or a worker, watch a run, make keys, clean up."""
+"""The `mixle teacher` subcommands: run a broker or a worker, watch and stop a run, make keys, clean up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mixle.data.teacher.errors import TeacherError
 from mixle.data.teacher.keys import Keys, require_keys
 from mixle.data.teacher.log_setup import setup_logging
 from mixle.data.teacher.run import DIRECTORY_VARIABLE, forget_stopped_runs, require_endpoint
-from mixle.data.teacher.stats_client import StatsClient
+from mixle.data.teacher.stats_client import StatsClient, stop_run
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -156,6 +156,22 @@ def stats(
             else:
                 watch(lambda: client.ask(deadline), interval)
                 typer.echo("watches no more; the run goes on", err=True)
+
+
+@teacher.command()
+def stop(
+    control: Annotated[str | None, typer.Option(help="Where the leader switches the model.")] = None,
+    keys: KeyDirectory = None,
+    insecure: Insecure = False,
+    directory: Directory = None,
+    deadline: Annotated[float, typer.Option(help="Seconds to wait for the broker.", min=0.01)] = 5.0,
+) -> None:
+    """End a run's broker and its workers, which finish the samples that they are making."""
+    with _told():
+        key = require_keys(keys)
+        endpoint = require_endpoint(control, "control", directory=directory, keyed=key is not None, insecure=insecure)
+        stop_run(endpoint, keys=key, deadline_s=deadline)
+        typer.echo("the broker ends, and its workers once they have finished their samples", err=True)
 
 
 @teacher.command("keys")

@@ -27,6 +27,7 @@ from mixle.data.teacher.keys import Keys
 from mixle.data.teacher.metrics_server import metrics_server
 from mixle.data.teacher.stats_client import StatsClient
 from mixle.data.teacher.streaming_stores import restart_with_streaming_stores, streaming_stores
+from mixle.data.teacher.worker import Worker
 
 ROOT = Path(__file__).parents[3]
 MIXLE = """
@@ -211,6 +212,24 @@ def test_a_second_signal_at_any_moment_of_the_end_neither_changes_the_status_nor
             out, _ = process.communicate(timeout=60)
             assert process.returncode == 0 and "Traceback" not in out and "ignored" not in out, (gap, out)
     assert not list(directory.glob("*.sock")) and not list(directory.glob("lanes/*"))
+
+
+def test_a_run_is_stopped_with_its_workers(directory):
+    with Broker(directory=directory) as broker:
+        worker = Worker(lambda model_id, cfg: b"", 64, directory=directory)
+        working = threading.Thread(target=worker.run)
+        working.start()
+        until(lambda: broker.stats.workers_registered, "a worker")
+        status, text = mixle("stop", "--directory", directory)
+        assert status == 0 and "the broker ends" in text
+        working.join(30)
+        until(lambda: not broker.running, "its end")
+        assert not working.is_alive()
+
+
+def test_who_stops_a_run_that_is_not_there_hears_it(directory):
+    status, text = mixle("stop", "--directory", directory, "--deadline", 0.1)
+    assert status == 2 and "control.sock within 0.1 s: nothing listens there" in text
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
