@@ -15,20 +15,27 @@ logger = logging.getLogger(__name__)
 _UNSUPPORTED = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes, *, private: bool = False) -> None:
     """Put ``data`` at ``path`` in one move, on the disk before it has the name.
 
     Until then it is in ``.NAME.(16 hexadecimal digits).partial`` beside it, which only a crash leaves behind.
+
+    Args:
+        private: let nobody but this user read it, whatever the umask says.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
-        with open(partial, "xb") as file:
+        with open(partial, "xb", opener=_private if private else None) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 @contextmanager

@@ -308,7 +308,7 @@ def _remembered(path: Path) -> Run:
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         pass
     run = Run(secrets.token_hex(4), secrets.token_bytes(SECRET_BYTES), returning=False)
-    replace_file(path, json.dumps({"run_id": run.run_id, "secret": run.secret.hex()}).encode())
+    replace_file(path, json.dumps({"run_id": run.run_id, "secret": run.secret.hex()}).encode(), private=True)
     return run
 
 

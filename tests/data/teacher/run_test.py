@@ -147,6 +147,8 @@ def test_a_run_keeps_its_id_from_one_broker_to_the_next(directory):
         assert not first.returning
     with held_run(endpoints(directory), directory) as second:
         assert second.returning and (second.run_id, second.secret) == (first.run_id, first.secret)
+    (remembered,) = directory.glob("run-*.json")
+    assert remembered.stat().st_mode & 0o777 == 0o600
     other = Endpoints.of(f"ipc://{directory}/other", directory=directory, keyed=False, insecure=False)
     with held_run(other, directory) as third:
         assert third.run_id != first.run_id
