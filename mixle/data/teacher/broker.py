@@ -116,7 +116,7 @@ class Broker:
         self._final: BrokerStats | None = None
 
     def run(self) -> None:
-        """Serve until :meth:`stop`, a STOP message, or (in the main thread) SIGTERM or Ctrl-C.
+        """Serve until :meth:`stop`, a STOP message, or in the main thread SIGTERM or Ctrl-C, which it handles meanwhile.
 
         Raises:
             BrokerRunning: an endpoint has a broker already.
@@ -200,8 +200,8 @@ class Broker:
 
         ours = {}
         if handle_signals:
-            for kind, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
-                if signal.getsignal(kind) is default:
+            for kind in (signal.SIGTERM, signal.SIGINT):
+                if signal.getsignal(kind) is not signal.SIG_IGN:  # as in what a script has put into the background
                     ours[kind] = signal.signal(kind, terminate)
         try:
             service.serve()

@@ -229,13 +229,13 @@ def _loopback_address(text: str) -> tuple[str, int]:
 
 @contextmanager
 def _unspoilt_status() -> Iterator[None]:
-    """Let a signal that comes while Python ends, after a first that was heeded, not change the status."""
-    atexit.register(_signals, signal.SIG_IGN)  # called last, when nothing is left that could hang
+    """Let a signal before a broker or worker runs, and one that follows the signal that ended it, end with status 0."""
+    atexit.register(_handle_signals, signal.SIG_IGN)  # called last, when nothing is left that could hang
+    _handle_signals(lambda number, frame: os._exit(0))
     yield
-    _signals(lambda number, frame: os._exit(0))
 
 
-def _signals(handler: Any) -> None:
+def _handle_signals(handler: Any) -> None:
     for kind in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(kind) is not signal.SIG_IGN:
             signal.signal(kind, handler)

@@ -299,12 +299,13 @@ def test_what_was_made_for_a_student_that_is_gone_has_failed(
     context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mixle.data.teacher.network.SEND_DEADLINE_S", 0.2)
-    with Student() as student, sender_to(student, context) as sender:
+    with Student() as student:
         piece = student.piece(0, COUNT)
         student.receiver.close()
-        results = iter([b"short" if i % 2 else bytes(21) for i in range(COUNT)])
-        (made,) = Generator(lambda model_id, cfg: next(results)).fill([sender.target(piece)], "", None, Demand())
-        assert [outcome.outcome for outcome in sender.deliver(piece, made, Demand())] == [FAILED] * COUNT
+        with sender_to(student, context) as sender:
+            results = iter([b"short" if i % 2 else bytes(21) for i in range(COUNT)])
+            (made,) = Generator(lambda model_id, cfg: next(results)).fill([sender.target(piece)], "", None, Demand())
+            assert [outcome.outcome for outcome in sender.deliver(piece, made, Demand())] == [FAILED] * COUNT
 
 
 @pytest.mark.parametrize("reached", [True, False])
