@@ -116,7 +116,7 @@ class Broker:
         self._final: BrokerStats | None = None
 
     def run(self) -> None:
-        """Serve until :meth:`stop`, a STOP message, or in the main thread SIGTERM or Ctrl-C, which it handles meanwhile.
+        """Serve until :meth:`stop`, a STOP message, or in the main thread SIGTERM or Ctrl-C, which it takes.
 
         Raises:
             BrokerRunning: an endpoint has a broker already.
