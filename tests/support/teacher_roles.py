@@ -181,11 +181,18 @@ def trainer(run: Processes, *, rank: int, workers: int = 2, slots: int = 8, size
     dataset = DistillIterableDataset(rank, client.generation_value, slots, PATTERN, run.frontend)
     client.hello()
     up()
+    said = (RuntimeError, OSError, EOFError)  # torch says it in one of several ways
     while True:
-        loader = DistillDataLoader(dataset, batch_size=size, num_workers=workers, multiprocessing_context="fork")
         try:
-            _train(client, iter(loader))
-        except (RuntimeError, OSError, EOFError) as error:  # torch says it in one of several ways
+            while True:
+                loader = DistillDataLoader(
+                    dataset, batch_size=size, num_workers=workers, multiprocessing_context="fork"
+                )
+                try:
+                    _train(client, iter(loader))
+                except said as error:
+                    print(f"# {type(error).__name__}: {str(error).splitlines()[-1]}", flush=True)
+        except said as error:  # its handler of SIGCHLD raises anywhere, also in the lines above
             print(f"# {type(error).__name__}: {str(error).splitlines()[-1]}", flush=True)
 
 
