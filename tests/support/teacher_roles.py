@@ -191,9 +191,14 @@ def trainer(run: Processes, *, rank: int, workers: int = 2, slots: int = 8, size
                 try:
                     _train(client, iter(loader))
                 except said as error:
-                    print(f"# {type(error).__name__}: {str(error).splitlines()[-1]}", flush=True)
+                    _note(error)
         except said as error:  # its handler of SIGCHLD raises anywhere, also in the lines above
-            print(f"# {type(error).__name__}: {str(error).splitlines()[-1]}", flush=True)
+            _note(error)
+
+
+def _note(error: BaseException) -> None:
+    *_, last = ["", *str(error).splitlines()]
+    print(f"# {type(error).__name__}: {last}", flush=True)
 
 
 def _train(client: Any, batches: Iterator[Any]) -> None:
