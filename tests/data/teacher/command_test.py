@@ -306,6 +306,20 @@ def test_a_limit_that_is_set_stays():
     assert streaming_stores("a=1:glibc.cpu.x86_non_temporal_threshold=0x8000") is None
 
 
+def test_figures_that_go_into_a_pipe_come_again_and_again(busy, directory):
+    command = [sys.executable, "-c", MIXLE, "teacher", "stats", "--interval", "0.05", "--directory", directory]
+    process = subprocess.Popen(command, env=environment(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE, text=True)
+    try:
+        tables = (line for line in process.stdout if "broker process" in line)
+        assert next(tables) and next(tables)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0
+
+
 def test_a_server_of_figures_ends_with_ctrl_c_and_says_so(busy, directory):
     command = [sys.executable, "-c", MIXLE, "teacher", "stats", "--serve", "127.0.0.1:0", "--directory", directory]
     process = subprocess.Popen(

@@ -124,6 +124,27 @@ def run_in_thread(function: Callable[[], object]) -> threading.Thread:
     return thread
 
 
+def test_a_failure_that_comes_again_and_again_is_logged_now_and_then_with_its_count(
+    addresses: tuple[str, str], student: Student, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(model_id: str, model_cfg: object) -> bytes:
+        raise ValueError("no teacher today")
+
+    def fail(slots: int) -> None:
+        piece = student.piece(0, slots)
+        broker.send(sender, work(piece, infos=(student.info(),)))
+        broker.expect(messages.Done)
+
+    with serving(addresses, failing) as (broker, sender, _):
+        for _ in range(5):
+            fail(2)
+        monkeypatch.setattr("mixle.data.teacher.worker.SAME_FAILURE_S", 0.0)
+        fail(1)
+    said = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
+    counts = [int(text.partition(": ")[2].split()[0]) for text in said]
+    assert len(said) == 2 and sum(counts) == 11 and all("no teacher today" in text for text in said)
+
+
 def test_work_is_made_written_and_reported_in_one_message(addresses: tuple[str, str], student: Student) -> None:
     with serving(addresses) as (broker, sender, _):
         pieces = student.piece(0, 3), student.piece(5, 1)
