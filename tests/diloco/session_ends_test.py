@@ -196,6 +196,7 @@ def test_a_thread_that_stays_in_a_step_is_waited_for_so_long_and_keeps_no_lease_
 
 
 def test_a_second_sigterm_does_not_keep_the_lease_that_the_first_releases():
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # or the signal would end the tests
     hooked = Hooked(MemoryMailbox())
     session = open_session(zeros(), DiLoCo(50, 1), hooked, learner_id="a")
     seen: list[str] = []

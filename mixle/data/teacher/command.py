@@ -230,15 +230,23 @@ def _loopback_address(text: str) -> tuple[str, int]:
 @contextmanager
 def _unspoilt_status() -> Iterator[None]:
     """Let a signal before a broker or worker runs, and one that follows the signal that ended it, end with status 0."""
-    atexit.register(_handle_signals, signal.SIG_IGN)  # called last, when nothing is left that could hang
-    _handle_signals(lambda number, frame: os._exit(0))
-    yield
+    heeded = [kind for kind in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(kind) is not signal.SIG_IGN]
+    before = [signal.getsignal(kind) for kind in heeded]
 
+    def ignore() -> None:
+        for kind in heeded:
+            signal.signal(kind, signal.SIG_IGN)
 
-def _handle_signals(handler: Any) -> None:
-    for kind in (signal.SIGTERM, signal.SIGINT):
-        if signal.getsignal(kind) is not signal.SIG_IGN:
+    atexit.register(ignore)  # called last, when nothing is left that could hang
+    for kind in heeded:
+        signal.signal(kind, lambda number, frame: os._exit(0))
+    try:
+        yield
+    except BaseException:  # it has not run, and the process may have other things to do
+        atexit.unregister(ignore)
+        for kind, handler in zip(heeded, before, strict=True):
             signal.signal(kind, handler)
+        raise
 
 
 def _raise_descriptor_limit() -> None:

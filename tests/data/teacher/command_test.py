@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -179,6 +180,15 @@ def test_a_function_is_found_in_the_working_directory(tmp_path, monkeypatch):
     assert import_function("my_teacher:Teacher.make")("", None) == b""
 
 
+def test_a_command_that_is_refused_leaves_the_signals_as_they_were(directory):
+    kinds = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(kind) for kind in kinds]
+    for arguments in (["worker", "--generator", "no.such:thing", "--slot-size", 1], ["broker", "--heartbeat-s", -1]):
+        status, _ = mixle(*arguments, "--directory", directory)
+        assert status == 2
+    assert [signal.getsignal(kind) for kind in kinds] == before
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("role", ["broker", "worker"])
 def test_a_second_signal_at_any_moment_of_the_end_neither_changes_the_status_nor_leaves_a_socket(
@@ -296,10 +306,21 @@ def test_a_process_that_may_not_have_the_variable_is_started_again_once(tmp_path
     assert out.count("once") == 2 and "--slot-size" in out
 
 
-def test_what_does_not_fit_into_the_environment_is_done_without(monkeypatch):
-    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-m", "mixle", *sys.argv[1:]])
-    monkeypatch.setenv("GLIBC_TUNABLES", "a" * 131_000)
+@pytest.mark.skipif(streaming_stores() is None, reason="needs glibc on x86-64")
+def test_where_the_system_does_not_start_it_again_it_goes_on_as_it_is(monkeypatch):
+    asked: list[list[str]] = []
+
+    def refuse(program, arguments, variables):
+        asked.append(arguments)
+        raise OSError(errno.E2BIG, "Argument list too long")
+
+    command = [sys.executable, "-m", "mixle", "teacher", "worker"]
+    monkeypatch.setattr(os, "execve", refuse)
+    monkeypatch.setattr(sys, "argv", ["mixle", "teacher", "worker"])
+    monkeypatch.setattr(sys, "orig_argv", command)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     restart_with_streaming_stores()
+    assert asked == [command]
 
 
 def test_a_limit_that_is_set_stays():
