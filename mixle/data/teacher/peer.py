@@ -189,7 +189,7 @@ class Peer:
             self._alarm.ring()
 
     def close(self, farewell: messages.Message | None = None) -> None:
-        """Say ``farewell`` if registered or about to be, and close everything within a bounded time; once."""
+        """Say ``farewell`` if registered or about to be, and close all within a bounded time. Twice is harmless."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
