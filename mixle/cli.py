@@ -88,10 +88,6 @@ SUBCOMMANDS: dict[str, Callable[[typer.Typer], None]] = {
 def main() -> None:
     """Run the command line on ``sys.argv`` and exit with its status."""
     try:
-        if sys.argv[1:3] == ["teacher", "worker"]:
-            from mixle.data.teacher.streaming_stores import restart_with_streaming_stores
-
-            restart_with_streaming_stores()
         build_app(sys.argv[1] if sys.argv[1:2] and sys.argv[1] in SUBCOMMANDS else None)()
     except ImportError as error:
         sys.exit(f"mixle: {error}")

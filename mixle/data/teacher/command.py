@@ -22,6 +22,7 @@ from mixle.data.teacher.keys import Keys, require_keys
 from mixle.data.teacher.log_setup import setup_logging
 from mixle.data.teacher.run import DIRECTORY_VARIABLE, forget_stopped_runs, require_endpoint
 from mixle.data.teacher.stats_client import StatsClient, stop_run
+from mixle.data.teacher.streaming_stores import SMALLEST_BYTES, restart_with_streaming_stores
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -100,6 +101,8 @@ def worker(
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
 ) -> None:
     """Run a worker until Ctrl-C or SIGTERM, which let the sample under way be finished."""
+    if slot_size >= SMALLEST_BYTES:  # before anything is loaded that would be loaded again
+        restart_with_streaming_stores()
     from mixle.data.teacher.worker import Worker  # here: no other command needs what it imports
 
     with _told(), _unspoilt_status():

@@ -27,7 +27,7 @@ from mixle.data.teacher.errors import BrokerUnreachable
 from mixle.data.teacher.keys import Keys
 from mixle.data.teacher.metrics_server import metrics_server
 from mixle.data.teacher.stats_client import StatsClient
-from mixle.data.teacher.streaming_stores import restart_with_streaming_stores, streaming_stores
+from mixle.data.teacher.streaming_stores import SMALLEST_BYTES, restart_with_streaming_stores, streaming_stores
 from mixle.data.teacher.worker import Worker
 
 ROOT = Path(__file__).parents[3]
@@ -36,6 +36,7 @@ import runpy, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background it is ignored
 runpy.run_module("mixle", run_name="__main__")
 """
+REFUSED = ["teacher", "worker", "--generator", "none", "--slot-size", str(SMALLEST_BYTES)]
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
 
 
@@ -267,7 +268,7 @@ def test_a_worker_copies_large_samples_past_the_caches(given, directory, tmp_pat
     variables.pop("GLIBC_TUNABLES", None)
     if given is not None:
         variables["GLIBC_TUNABLES"] = given
-    arguments = ["--generator", "teachers:generate", "--slot-size", "64", "--worker-id", "w"]
+    arguments = ["--generator", "teachers:generate", "--slot-size", str(SMALLEST_BYTES), "--worker-id", "w"]
     command = [sys.executable, "-m", "mixle", "teacher", "worker", *arguments, "--directory", str(directory)]
     with Broker(directory=directory) as broker, subprocess.Popen(command, env=variables, cwd=tmp_path) as process:
         until(lambda: broker.stats.workers_registered, "a worker")
@@ -280,19 +281,22 @@ def test_a_worker_copies_large_samples_past_the_caches(given, directory, tmp_pat
 @pytest.mark.parametrize(
     "command",
     [
-        ["-c", "import sys, mixle.cli; print('once'); sys.argv[1:] = ['teacher', 'worker', '-h']; mixle.cli.main()"],
-        ["launch.py", "teacher", "worker", "--help"],
+        ["-c", f"import sys, mixle.cli; print('once'); sys.argv[1:] = {REFUSED}; mixle.cli.main()"],
+        ["launch.py", *REFUSED],
+        ["-m", "mixle", *REFUSED[:-1], str(SMALLEST_BYTES - 1)],
     ],
-    ids=["other arguments", "other program"],
+    ids=["other arguments", "other program", "small samples"],
 )
-def test_a_program_that_calls_the_command_is_not_started_again(command, tmp_path):
+def test_a_program_that_calls_the_command_is_not_started_again_nor_one_of_small_samples(command, tmp_path):
     (tmp_path / "launch.py").write_text("import mixle.cli; print('once'); mixle.cli.main()")
-    variables = environment(PYTHONPATH=str(ROOT))
+    (tmp_path / "sitecustomize.py").write_text("import sys; '-m' in sys.orig_argv and print('once', flush=True)")
+    variables = environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
     variables.pop("GLIBC_TUNABLES", None)
-    out = subprocess.run(
-        [sys.executable, *command], env=variables, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=60
-    ).stdout
-    assert out.count("once") == 1
+    ended = subprocess.run(
+        [sys.executable, *command], env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert ended.stdout.count("once") == 1
+    assert ended.returncode == 2 and "must be package.module:function" in ended.stderr
 
 
 @pytest.mark.skipif(streaming_stores() is None, reason="needs glibc on x86-64")
@@ -300,10 +304,11 @@ def test_a_process_that_may_not_have_the_variable_is_started_again_once(tmp_path
     (tmp_path / "sitecustomize.py").write_text(
         "import os; os.environ.pop('GLIBC_TUNABLES', None); print('once', flush=True)"
     )
-    command = [sys.executable, "-m", "mixle", "teacher", "worker", "--help"]
     variables = environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
-    out = subprocess.check_output(command, env=variables, text=True, timeout=60)
-    assert out.count("once") == 2 and "--slot-size" in out
+    command = [sys.executable, "-m", "mixle", *REFUSED]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+    assert ended.stdout.count("once") == 2
+    assert ended.returncode == 2 and "must be package.module:function" in ended.stderr
 
 
 @pytest.mark.skipif(streaming_stores() is None, reason="needs glibc on x86-64")
