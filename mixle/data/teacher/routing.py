@@ -22,8 +22,9 @@ from mixle.data.teacher.errors import ProtocolError, VersionMismatch
 from mixle.data.teacher.globs import Globs
 from mixle.data.teacher.messages import MAX_GENERATION, PROTOCOL_VERSION, Message, ModelState, SegmentInfo
 from mixle.data.teacher.run import ProcessIdentity, Run
-from mixle.data.teacher.scheduling import Scheduler, Student, Worker
+from mixle.data.teacher.scheduling import Scheduler
 from mixle.data.teacher.stats import BrokerStats, StudentStats, WorkerStats
+from mixle.data.teacher.work import Student, Worker
 
 logger = logging.getLogger(__name__)
 

@@ -31,6 +31,7 @@ from mixle.data.teacher.layout import (
     WRITING,
     SlotLayout,
 )
+from mixle.data.teacher.messages import U64
 from mixle.data.teacher.specs import Buffer, host_array, require_exact, require_names, tensor_of
 from mixle.utils.optional_import import is_tensor
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     import torch
 
 FEW = 12  # slots, up to which one after another is faster than an array operation for all
-U64 = 2**64 - 1
 _HEADER = struct.Struct("<QQQII")
 _LENGTH, _STATUS, _CHECKSUM, _WATCHED = LENGTH_AT // 8, STATUS_AT // 4, CHECKSUM_AT // 4, WATCHED_AT // 4
 _CANARY_WORDS = np.frombuffer(CANARY, "<u8")

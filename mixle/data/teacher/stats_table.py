@@ -52,34 +52,32 @@ def table(figures: BrokerStats) -> Group:
         ),
     ):
         summary.add_row(label, value)
-    workers = Table(title=f"workers: {figures.workers_registered}, serving this model: {figures.workers_serving}")
     processes = [one.process for one in figures.workers] + [one.process for one in figures.students]
     hosts = ("host",) if len({process.partition("/")[0] for process in processes}) > 1 else ()
-    for heading in ("worker", "process", *hosts, "state", "models", "has", "completed", "failed", "per second"):
-        workers.add_column(heading, no_wrap=heading == "process")
+    workers = _headed(
+        f"workers: {figures.workers_registered}, serving this model: {figures.workers_serving}",
+        ("worker", "process", *hosts, "state", "models", "has", "completed", "failed", "per second"),
+    )
     for row in figures.workers:
         counts = (f"{row.outstanding:,}", f"{row.completed:,}", f"{row.failed:,}", f"{row.rate:,.1f}")
         workers.add_row(row.worker, *_process(row.process, hosts), row.state, row.patterns, *counts)
-    students = Table(title=f"students: {figures.students_registered}")
-    for heading in (
-        "student",
-        "process",
-        *hosts,
-        "rank",
-        "slots",
-        "queued",
-        "at workers",
-        "completed",
-        "failed",
-        "state",
-    ):
-        students.add_column(heading, no_wrap=heading == "process")
+    students = _headed(
+        f"students: {figures.students_registered}",
+        ("student", "process", *hosts, "rank", "slots", "queued", "at workers", "completed", "failed", "state"),
+    )
     for one in figures.students:
         numbers = (one.rank, one.slots, one.queued, one.working, one.completed, one.failed)
         state = "silent" if one.silent else "alive"
         process = _process(one.process, hosts)
         students.add_row(one.student[:8], *process, *(f"{number:,}" for number in numbers), state)
     return Group(summary, workers, students)
+
+
+def _headed(title: str, headings: tuple[str, ...]) -> Table:
+    headed = Table(title=title)
+    for heading in headings:
+        headed.add_column(heading, no_wrap=heading == "process")
+    return headed
 
 
 def _process(shown: str, hosts: tuple[str, ...]) -> tuple[str, ...]:

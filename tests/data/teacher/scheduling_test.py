@@ -22,7 +22,8 @@ from mixle.data.teacher.messages import (
     Order,
 )
 from mixle.data.teacher.run import ProcessIdentity
-from mixle.data.teacher.scheduling import AHEAD_S, BACK_OFF_S, LIVES, PIECE_SLOTS, Scheduler, Student, Worker, runs
+from mixle.data.teacher.scheduling import AHEAD_S, BACK_OFF_S, Scheduler
+from mixle.data.teacher.work import LIVES, PIECE_SLOTS, Student, Worker, runs
 
 IDS = count(1)
 
