@@ -11,11 +11,12 @@ A model's configuration and a slot's layout travel as packed bytes: only those w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from mixle.data.teacher.errors import ProtocolError, VersionMismatch
+from mixle.data.teacher.field_checks import Check, choice, flag, integer, octets, optional, real, row, rows, text
 from mixle.data.teacher.run import HOST_ID, LANE_NAME, RUN_ID, ProcessIdentity
 from mixle.utils.optional_import import optional_import
 
@@ -39,11 +40,8 @@ U64 = 2**64 - 1
 
 MediumName = Literal["shm", "file"]
 ErrorKind = Literal["protocol", "version", "identity", "refused", "leader", "limit"]
-DONE, FAILED, SKIPPED = (
-    0,
-    1,
-    2,
-)  # what became of a piece: complete; its generator failed; nothing was or will be written
+# What became of a piece: complete; its generator failed; nothing was or will be written.
+DONE, FAILED, SKIPPED = 0, 1, 2
 
 
 class ModelState(NamedTuple):
@@ -136,143 +134,58 @@ class SegmentInfo(NamedTuple):
     owner: ProcessIdentity
 
 
-Check = Callable[[object], Any]
-
-
-def _refuse(value: object, expected: str) -> ProtocolError:
-    text = repr(value) if isinstance(value, (int, float, bool, type(None))) else type(value).__name__
-    return ProtocolError(f"is {text[:60]}, not {expected}")
-
-
-def _integer(low: int, high: int) -> Check:
-    def check(value: object) -> int:
-        if type(value) is not int or not low <= value <= high:
-            raise _refuse(value, f"an integer from {low} to {high}")
-        return value
-
-    return check
-
-
-def _real(low: float, high: float) -> Check:
-    def check(value: object) -> float:
-        if type(value) not in (float, int) or not low <= value <= high:  # type: ignore[operator]
-            raise _refuse(value, f"a number from {low:g} to {high:g}")
-        return float(value)  # type: ignore[arg-type]
-
-    return check
-
-
-def _flag(value: object) -> bool:
-    if type(value) is not bool:
-        raise _refuse(value, "true or false")
-    return value
-
-
-def _bytes(low: int, high: int | None = None) -> Check:
-    high = low if high is None else high
-
-    def check(value: object) -> bytes:
-        if type(value) is not bytes or not low <= len(value) <= high:
-            raise _refuse(value, f"{low} to {high} bytes")
-        return value
-
-    return check
-
-
-def _text(limit: int, pattern: re.Pattern[str] | None = None) -> Check:
-    def check(value: object) -> str:
-        if type(value) is not str or len(value.encode()) > limit or (pattern and not pattern.fullmatch(value)):
-            raise _refuse(value, f"a text of at most {limit} bytes" + (f" like {pattern.pattern}" if pattern else ""))
-        return value
-
-    return check
-
-
-def _choice(*choices: str) -> Check:
-    def check(value: object) -> str:
-        if type(value) is not str or value not in choices:
-            raise _refuse(value, f"one of {', '.join(choices)}")
-        return value
-
-    return check
-
-
-def _optional(inner: Check) -> Check:
-    return lambda value: None if value is None else inner(value)
-
-
-def _row(kind: type, *checks: Check) -> Check:
-    count = len(checks)
-    paired = tuple(enumerate(checks))
-    make = kind._make  # type: ignore[attr-defined]
-
-    def check(value: object) -> Any:
-        if type(value) is not list or len(value) != count:
-            raise _refuse(value, f"a list of {count}")
-        return make([inner(value[i]) for i, inner in paired])
-
-    return check
-
-
-def _rows(inner: Check, limit: int, *, at_least: int = 0) -> Check:
-    def check(value: object) -> tuple[Any, ...]:
-        if type(value) is not list or not at_least <= len(value) <= limit:
-            raise _refuse(value, f"a list of {at_least} to {limit}")
-        return tuple([inner(one) for one in value])
-
-    return check
-
-
 def _range(inner: Check, first: int, count: int) -> Check:
     """Add to a row's checks that its slots, from item ``first`` on and as many as item ``count`` says, can exist."""
 
     def check(value: object) -> Any:
-        row = inner(value)
-        if row[first] + row[count] > MAX_SLOTS:
+        checked_row = inner(value)
+        if checked_row[first] + checked_row[count] > MAX_SLOTS:
             raise ProtocolError(f"has slots beyond {MAX_SLOTS}")
-        return row
+        return checked_row
 
     return check
 
 
-_VERSION = _integer(0, 2**31)
-_ATTEMPT = _integer(0, 2**62)
-_SESSION = _bytes(16)
-_TICKET = _bytes(16)
-_ORDER_ID = _bytes(8)
-_FIRST = _integer(0, MAX_SLOTS - 1)
-_COUNT = _integer(1, MAX_SLOTS)
-_TOKEN = _integer(0, U64)
-_GENERATION = _integer(0, MAX_GENERATION)
-_MODEL_ID = _text(MAX_MODEL_ID_BYTES)
-_CFG = _optional(_bytes(1, MAX_MODEL_CFG_BYTES))
-_STUDENT_ID = _text(32, re.compile(r"[0-9a-f]{32}"))
-_SEGMENT_NAME = _text(31, re.compile(r"/mx[0-9a-f]{8}-[0-9a-f]{1,8}-[0-9a-f]{6}"))
-_TEXT = _text(MAX_TEXT_BYTES)
-_HEARTBEAT = _real(0.001, 3_600.0)
-_DATA_ENDPOINT = _optional(_text(256, re.compile(r"tcp://\S+:[0-9]{1,5}")))
-_DATA_KEY = _optional(_bytes(40))
-_MEDIUM = _choice("shm", "file")
-_LANE = _optional(_text(16, LANE_NAME))
+_VERSION = integer(0, 2**31)
+_ATTEMPT = integer(0, 2**62)
+_SESSION = octets(16)
+_TICKET = octets(16)
+_ORDER_ID = octets(8)
+_FIRST = integer(0, MAX_SLOTS - 1)
+_COUNT = integer(1, MAX_SLOTS)
+_TOKEN = integer(0, U64)
+_GENERATION = integer(0, MAX_GENERATION)
+_MODEL_ID = text(MAX_MODEL_ID_BYTES)
+_CFG = optional(octets(1, MAX_MODEL_CFG_BYTES))
+_STUDENT_ID = text(32, re.compile(r"[0-9a-f]{32}"))
+_SEGMENT_NAME = text(31, re.compile(r"/mx[0-9a-f]{8}-[0-9a-f]{1,8}-[0-9a-f]{6}"))
+_TEXT = text(MAX_TEXT_BYTES)
+_HEARTBEAT = real(0.001, 3_600.0)
+_DATA_ENDPOINT = optional(text(256, re.compile(r"tcp://\S+:[0-9]{1,5}")))
+_DATA_KEY = optional(octets(40))
+_MEDIUM = choice("shm", "file")
+_LANE = optional(text(16, LANE_NAME))
 
-_MODEL_ROW = _row(ModelState, _GENERATION, _MODEL_ID, _CFG, _bytes(0, 16))
-_IDENTITY = _row(ProcessIdentity, _text(16, HOST_ID), _integer(1, 2**31), _integer(0, 2**62))
-_ANY_ORDER = _range(_row(Order, _ORDER_ID, _FIRST, _COUNT, _TOKEN, _GENERATION), 1, 2)
-_ANY_PIECE = _range(_row(Piece, _ORDER_ID, _FIRST, _COUNT), 1, 2)
+_MODEL_ROW = row(ModelState, _GENERATION, _MODEL_ID, _CFG, octets(0, 16))
+_IDENTITY = row(ProcessIdentity, text(16, HOST_ID), integer(1, 2**31), integer(0, 2**62))
+_ANY_ORDER = _range(row(Order, _ORDER_ID, _FIRST, _COUNT, _TOKEN, _GENERATION), 1, 2)
+_ANY_PIECE = _range(row(Piece, _ORDER_ID, _FIRST, _COUNT), 1, 2)
 _ANY_WORK_PIECE = _range(
-    _row(WorkPiece, _TICKET, _integer(0, MAX_SEGMENT_ID), _FIRST, _COUNT, _TOKEN, _GENERATION), 2, 3
+    row(WorkPiece, _TICKET, integer(0, MAX_SEGMENT_ID), _FIRST, _COUNT, _TOKEN, _GENERATION),
+    2,
+    3,
 )
-_ANY_DONE_PIECE = _range(_row(DonePiece, _TICKET, _FIRST, _COUNT, _integer(0, 2), _optional(_TEXT)), 1, 2)
-_HELD_PIECE = _range(_row(HeldPiece, _TICKET, _SEGMENT_NAME, _FIRST, _COUNT, _TOKEN), 2, 3)
-_SERVED = _row(ServedSlots, _integer(0, MAX_SEGMENT_ID), _integer(1, 2**31))
-_SEGMENT = _row(
+_ANY_DONE_PIECE = _range(row(DonePiece, _TICKET, _FIRST, _COUNT, integer(0, 2), optional(_TEXT)), 1, 2)
+_HELD_PIECE = _range(row(HeldPiece, _TICKET, _SEGMENT_NAME, _FIRST, _COUNT, _TOKEN), 2, 3)
+_SERVED = row(ServedSlots, integer(0, MAX_SEGMENT_ID), integer(1, 2**31))
+_SEGMENT = row(
     SegmentInfo,
-    _integer(0, MAX_SEGMENT_ID),
+    integer(0, MAX_SEGMENT_ID),
     _MEDIUM,
     _SEGMENT_NAME,
-    _integer(1, MAX_SLOTS),
-    _integer(0, MAX_SAMPLE_BYTES),
-    _bytes(0, MAX_LAYOUT_BYTES),
+    integer(1, MAX_SLOTS),
+    integer(0, MAX_SAMPLE_BYTES),
+    octets(0, MAX_LAYOUT_BYTES),
     _DATA_ENDPOINT,
     _DATA_KEY,
     _IDENTITY,
@@ -372,8 +285,8 @@ class Run(Message):
 
     COMMAND = b"RUN"
     version: int = checked(_VERSION)
-    run_id: str = checked(_text(8, RUN_ID))
-    broker_id: bytes = checked(_bytes(8))
+    run_id: str = checked(text(8, RUN_ID))
+    broker_id: bytes = checked(octets(8))
     model: ModelState = checked(_MODEL_ROW)
     heartbeat_s: float = checked(_HEARTBEAT)
     timeout_s: float = checked(_HEARTBEAT)
@@ -389,15 +302,15 @@ class Hello(Message):
     COMMAND = b"HELLO"
     version: int = checked(_VERSION)
     attempt: int = checked(_ATTEMPT)
-    session: bytes | None = checked(_optional(_SESSION))
+    session: bytes | None = checked(optional(_SESSION))
     student_id: str = checked(_STUDENT_ID)
-    rank: int = checked(_integer(0, 2**31))
+    rank: int = checked(integer(0, 2**31))
     identity: ProcessIdentity = checked(_IDENTITY)
     medium: MediumName = checked(_MEDIUM)
     segment: str = checked(_SEGMENT_NAME)
-    slot_count: int = checked(_integer(1, MAX_SLOTS))
-    packed_bytes: int = checked(_integer(0, MAX_SAMPLE_BYTES))
-    layout: bytes = checked(_bytes(0, MAX_LAYOUT_BYTES))
+    slot_count: int = checked(integer(1, MAX_SLOTS))
+    packed_bytes: int = checked(integer(0, MAX_SAMPLE_BYTES))
+    layout: bytes = checked(octets(0, MAX_LAYOUT_BYTES))
     data_endpoint: str | None = checked(_DATA_ENDPOINT)
     data_key: bytes | None = checked(_DATA_KEY)
     model: ModelState = checked(_MODEL_ROW)
@@ -414,14 +327,14 @@ class Ready(Message):
     COMMAND = b"READY"
     version: int = checked(_VERSION)
     attempt: int = checked(_ATTEMPT)
-    session: bytes | None = checked(_optional(_SESSION))
-    worker_id: str = checked(_text(128))
+    session: bytes | None = checked(optional(_SESSION))
+    worker_id: str = checked(text(128))
     identity: ProcessIdentity = checked(_IDENTITY)
-    slot_size: int = checked(_integer(0, MAX_SAMPLE_BYTES))
-    max_batch: int | None = checked(_optional(_integer(1, MAX_SLOTS)))
-    patterns: tuple[str, ...] = checked(_rows(_text(MAX_PATTERN_BYTES), MAX_PATTERNS, at_least=1))
-    prefetch: int = checked(_integer(1, MAX_PREFETCH))
-    held: tuple[HeldPiece, ...] = checked(_rows(_HELD_PIECE, MAX_PIECES))
+    slot_size: int = checked(integer(0, MAX_SAMPLE_BYTES))
+    max_batch: int | None = checked(optional(integer(1, MAX_SLOTS)))
+    patterns: tuple[str, ...] = checked(rows(text(MAX_PATTERN_BYTES), MAX_PATTERNS, at_least=1))
+    prefetch: int = checked(integer(1, MAX_PREFETCH))
+    held: tuple[HeldPiece, ...] = checked(rows(_HELD_PIECE, MAX_PIECES))
     model: ModelState = checked(_MODEL_ROW)
     lane: str | None = checked(_LANE)
 
@@ -436,8 +349,8 @@ class Welcome(Message):
     COMMAND = b"WELCOME"
     version: int = checked(_VERSION)
     attempt: int = checked(_ATTEMPT)
-    run_id: str = checked(_text(8, RUN_ID))
-    broker_id: bytes = checked(_bytes(8))
+    run_id: str = checked(text(8, RUN_ID))
+    broker_id: bytes = checked(octets(8))
     session: bytes = checked(_SESSION)
     model: ModelState = checked(_MODEL_ROW)
     heartbeat_s: float = checked(_HEARTBEAT)
@@ -457,7 +370,7 @@ class Pong(Message):
     """Broker, in answer to a beat."""
 
     COMMAND = b"PONG"
-    broker_id: bytes = checked(_bytes(8))
+    broker_id: bytes = checked(octets(8))
     model: ModelState = checked(_MODEL_ROW)
 
 
@@ -473,9 +386,9 @@ class Error(Message):
     """Broker: the message before was not obeyed."""
 
     COMMAND = b"ERROR"
-    kind: str = checked(_choice("protocol", "version", "identity", "refused", "leader", "limit"))
+    kind: str = checked(choice("protocol", "version", "identity", "refused", "leader", "limit"))
     message: str = checked(_TEXT)
-    request_id: bytes | None = checked(_optional(_bytes(8)))
+    request_id: bytes | None = checked(optional(octets(8)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -483,8 +396,8 @@ class Request(Message):
     """Student: fill these slots. ``resent``: an earlier broker or connection may have passed them on already."""
 
     COMMAND = b"REQUEST"
-    orders: tuple[Order, ...] = checked(_rows(_order, MAX_PIECES, at_least=1))
-    resent: bool = checked(_flag)
+    orders: tuple[Order, ...] = checked(rows(_order, MAX_PIECES, at_least=1))
+    resent: bool = checked(flag)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -492,7 +405,7 @@ class Cancel(Message):
     """Student: drop what no worker has yet of these orders; what was dropped comes back in :class:`Dropped`."""
 
     COMMAND = b"CANCEL"
-    order_ids: tuple[bytes, ...] = checked(_rows(_ORDER_ID, MAX_PIECES, at_least=1))
+    order_ids: tuple[bytes, ...] = checked(rows(_ORDER_ID, MAX_PIECES, at_least=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -503,7 +416,7 @@ class Complete(Message):
     """
 
     COMMAND = b"COMPLETE"
-    pieces: tuple[Piece, ...] = checked(_rows(_piece, MAX_PIECES, at_least=1))
+    pieces: tuple[Piece, ...] = checked(rows(_piece, MAX_PIECES, at_least=1))
     lane: str | None = checked(_LANE)
 
 
@@ -516,7 +429,7 @@ class Failed(Message):
     first_slot: int = checked(_FIRST)
     count: int = checked(_COUNT)
     message: str = checked(_TEXT)
-    tries: int = checked(_integer(1, 2**31))
+    tries: int = checked(integer(1, 2**31))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -524,7 +437,7 @@ class Dropped(Message):
     """Broker to student: final. Cancelled, or of an older generation than ``model``; nobody writes there any more."""
 
     COMMAND = b"DROPPED"
-    pieces: tuple[Piece, ...] = checked(_rows(_piece, MAX_PIECES, at_least=1))
+    pieces: tuple[Piece, ...] = checked(rows(_piece, MAX_PIECES, at_least=1))
     model: ModelState = checked(_MODEL_ROW)
 
 
@@ -537,9 +450,9 @@ class Lost(Message):
     """
 
     COMMAND = b"LOST"
-    pieces: tuple[Piece, ...] = checked(_rows(_piece, MAX_PIECES, at_least=1))
+    pieces: tuple[Piece, ...] = checked(rows(_piece, MAX_PIECES, at_least=1))
     worker: ProcessIdentity = checked(_IDENTITY)
-    dead: bool = checked(_flag)
+    dead: bool = checked(flag)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -547,9 +460,9 @@ class Work(Message):
     """Broker to worker: fill these slots; ``model`` and ``segments`` have what it was not told since it registered."""
 
     COMMAND = b"WORK"
-    model: ModelState | None = checked(_optional(_MODEL_ROW))
-    pieces: tuple[WorkPiece, ...] = checked(_rows(_work_piece, MAX_PIECES, at_least=1))
-    segments: tuple[SegmentInfo, ...] = checked(_rows(_SEGMENT, MAX_PIECES))
+    model: ModelState | None = checked(optional(_MODEL_ROW))
+    pieces: tuple[WorkPiece, ...] = checked(rows(_work_piece, MAX_PIECES, at_least=1))
+    segments: tuple[SegmentInfo, ...] = checked(rows(_SEGMENT, MAX_PIECES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -557,8 +470,8 @@ class Done(Message):
     """Worker: what became of pieces, and the seconds that the generator took for them."""
 
     COMMAND = b"DONE"
-    pieces: tuple[DonePiece, ...] = checked(_rows(_done_piece, MAX_PIECES, at_least=1))
-    seconds: float = checked(_real(0.0, 1e9))
+    pieces: tuple[DonePiece, ...] = checked(rows(_done_piece, MAX_PIECES, at_least=1))
+    seconds: float = checked(real(0.0, 1e9))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -566,8 +479,8 @@ class Served(Message):
     """Worker: what students ordered from it directly since it last said so, and the seconds that the generator took."""
 
     COMMAND = b"SERVED"
-    segments: tuple[ServedSlots, ...] = checked(_rows(_SERVED, MAX_PIECES, at_least=1))
-    seconds: float = checked(_real(0.0, 1e9))
+    segments: tuple[ServedSlots, ...] = checked(rows(_SERVED, MAX_PIECES, at_least=1))
+    seconds: float = checked(real(0.0, 1e9))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -575,7 +488,7 @@ class Retire(Message):
     """Broker to worker: close the maps of these segments; their student is gone."""
 
     COMMAND = b"RETIRE"
-    segment_ids: tuple[int, ...] = checked(_rows(_integer(0, MAX_SEGMENT_ID), MAX_PIECES, at_least=1))
+    segment_ids: tuple[int, ...] = checked(rows(integer(0, MAX_SEGMENT_ID), MAX_PIECES, at_least=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -607,11 +520,11 @@ class SetModel(Message):
     """
 
     COMMAND = b"SET_MODEL"
-    request_id: bytes = checked(_bytes(8))
+    request_id: bytes = checked(octets(8))
     student_id: str = checked(_STUDENT_ID)
     session: bytes = checked(_SESSION)
-    rank: int = checked(_integer(0, 2**31))
-    known: int = checked(_integer(0, MAX_GENERATION))
+    rank: int = checked(integer(0, 2**31))
+    known: int = checked(integer(0, MAX_GENERATION))
     model_id: str = checked(_MODEL_ID)
     packed_cfg: bytes | None = checked(_CFG)
 
@@ -621,7 +534,7 @@ class Model(Message):
     """Broker, in answer to :class:`SetModel`."""
 
     COMMAND = b"MODEL"
-    request_id: bytes = checked(_bytes(8))
+    request_id: bytes = checked(octets(8))
     model: ModelState = checked(_MODEL_ROW)
 
 
@@ -637,7 +550,7 @@ class StatsReply(Message):
     """Broker: its figures, packed; see :meth:`.stats.BrokerStats.unpack`."""
 
     COMMAND = b"STATISTICS"
-    stats: bytes = checked(_bytes(1, MAX_MESSAGE_BYTES))
+    stats: bytes = checked(octets(1, MAX_MESSAGE_BYTES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -645,9 +558,9 @@ class News(Message):
     """Published to all: ``topic`` MODEL at a switch, BEAT once a heartbeat, STOP at the end. Read by ``parse_news``."""
 
     COMMAND = b"NEWS"
-    topic: str = checked(_choice("MODEL", "BEAT", "STOP"))
-    run_id: str = checked(_text(8, RUN_ID))
-    broker_id: bytes = checked(_bytes(8))
+    topic: str = checked(choice("MODEL", "BEAT", "STOP"))
+    run_id: str = checked(text(8, RUN_ID))
+    broker_id: bytes = checked(octets(8))
     model: ModelState = checked(_MODEL_ROW)
 
 
