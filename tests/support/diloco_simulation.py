@@ -15,8 +15,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -765,23 +767,32 @@ def simulate(seed: int) -> Facts:
         logging.disable(logging.NOTSET)
 
 
+def outcome(seed: int) -> tuple[int, str | None]:
+    """Return the rounds of a run, and what was wrong with it."""
+    try:
+        return len(simulate(seed).records), None
+    except Exception as error:
+        return 0, f"seed {seed} ({KINDS[seed % len(KINDS)]}): {type(error).__name__}: {error}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default="0:1000", help="FIRST:LAST, the last not included")
     parser.add_argument("--kind", choices=KINDS)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args()
+    began = time.perf_counter()
     first, last = (int(each) for each in arguments.seeds.split(":"))
-    began, failed, done, rounds = time.perf_counter(), [], 0, 0
-    for seed in range(first, last):
-        if arguments.kind in (None, KINDS[seed % len(KINDS)]):
-            done += 1
-            try:
-                rounds += len(simulate(seed).records)
-            except Exception as error:
+    seeds = [seed for seed in range(first, last) if arguments.kind in (None, KINDS[seed % len(KINDS)])]
+    failed, rounds = [], 0
+    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
+        for seed, (made, wrong) in zip(seeds, pool.map(outcome, seeds), strict=True):
+            rounds += made
+            if wrong is not None:
                 failed.append(seed)
-                print(f"seed {seed} ({KINDS[seed % len(KINDS)]}): {type(error).__name__}: {error}", flush=True)
+                print(wrong, flush=True)
     seconds = time.perf_counter() - began
-    print(f"{done} runs, {rounds} rounds, {len(failed)} failed: {failed[:50]}; {seconds:.0f} s")
+    print(f"{len(seeds)} runs, {rounds} rounds, {len(failed)} failed: {failed[:50]}; {seconds:.0f} s")
     raise SystemExit(bool(failed))
 
 
